@@ -1,7 +1,9 @@
 """`draftsmith load` against a server that streams known chunks with known counts."""
 
+import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from draftsmith.cli import app
 from draftsmith.evaluation.load.arrivals import planned_times
-from draftsmith.evaluation.load.settings import METRICS, Arrivals
+from draftsmith.evaluation.load.settings import METRICS, Arrivals, Server
 from tests.helpers.canned_server import Asked, CannedServer, Reply, events, json_reply
 
 pytest.importorskip("httpx2", reason="draftsmith load needs httpx2, of the extra `serve`")
@@ -114,7 +116,7 @@ def test_nobody_else_is_asked_and_nothing_else(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-of-another-service")
     assert load(server, "--num-prompts", "2").exit_code == 0
-    assert {one.path for one in server.seen} == {"/v1/models", "/v1/completions", "/metrics"}
+    assert {one.path for one in server.seen} == {"/ready", "/v1/models", "/v1/completions", "/metrics"}
     assert not any("sk-of" in value for one in server.seen for value in one.headers.values())
 
 
@@ -248,7 +250,8 @@ def refused(result: Result, *parts: str) -> None:
 
 
 def test_mistakes_are_one_sentence(serving):
-    refused(load("http://127.0.0.1:1"), "http://127.0.0.1:1 cannot be reached", "check --base-url")
+    gone = load("http://127.0.0.1:1", "--ready-check-timeout-sec", "0")
+    refused(gone, "http://127.0.0.1:1 cannot be reached", "check --base-url")
     known = serving(answer)
     refused(load(known, "--model", "tinny"), "no model 'tinny'", "did you mean tiny?")
     closed = serving(lambda asked: json_reply({"error": {"message": "no"}}, 401))
@@ -273,6 +276,68 @@ def test_mistakes_are_one_sentence(serving):
     refused(load(elsewhere, "--num-prompts", "1"), "sends on to http://x/")
     odd = serving(lambda asked: answer(asked) if asked.method == "GET" else Reply(events([1, 2])))
     refused(load(odd, "--num-prompts", "1"), "no chunk of an answer")
+
+
+def test_a_server_that_is_not_ready_yet_is_waited_for(serving):
+    """Only /ready is asked meanwhile; what is missing is told once, and not again while nothing changes."""
+    asked_ready = [0]
+
+    def loading(asked: Asked) -> Reply:
+        asked_ready[0] += asked.path == "/ready"
+        if asked.path != "/ready" and asked_ready[0] > 2:
+            return answer(asked)
+        return Reply(b"", 503 if asked_ready[0] <= 2 else 200)
+
+    server = serving(loading)
+    done = load(server, "--num-prompts", "1")
+    assert done.exit_code == 0, done.output
+    assert [one.path for one in server.seen][:4] == ["/ready", "/ready", "/ready", "/v1/models"]
+    assert " ".join(done.stderr.split()).count("until the server is ready: the server answered 503 at /ready.") == 1
+
+
+def test_a_server_that_does_not_listen_yet_is_waited_for():
+    """A socket that is bound refuses connections until somebody listens there."""
+    from draftsmith.evaluation.load.ready import wait_until_ready
+
+    async def ready(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    async def wait() -> list[str]:
+        told: list[str] = []
+        begun: list[asyncio.Task[asyncio.Server]] = []
+        with socket.socket() as place:
+            place.bind(("127.0.0.1", 0))
+
+            def begin(sentence: str) -> None:
+                told.append(sentence)
+                begun.append(asyncio.ensure_future(asyncio.start_server(ready, sock=place)))
+
+            await wait_until_ready(Server(f"http://127.0.0.1:{place.getsockname()[1]}"), begin)
+            (await begun[0]).close()
+        return told
+
+    (sentence,) = asyncio.run(wait())
+    assert sentence.startswith("Waiting up to 600 seconds") and "cannot be reached" in sentence
+
+
+def test_who_is_not_ready_in_time_is_named_in_one_sentence(serving):
+    never = serving(lambda asked: Reply(b"", 503))
+    words = ("--ready-check-timeout-sec", "0.2")
+    refused(load(never, *words), "answered 503 at /ready", "0.2 seconds", "--ready-check-timeout-sec")
+    for url in ("http://127.0.0.1:1", "https://127.0.0.1:1"):
+        refused(load(url, *words), f"{url} cannot be reached", "0.2 seconds")
+    refused(load(never, "--ready-check-timeout-sec", "-1"), "--ready-check-timeout-sec is -1; give 0 or more")
+
+
+def test_nobody_waits_for_what_never_becomes_ready(serving):
+    """A name without an address, a server that is no server of a model, and one that wants a key: with 600 seconds."""
+    refused(load("http://nobody.invalid:8000"), "http://nobody.invalid:8000 cannot be reached", "check --base-url")
+    plain = serving(answer).url.replace("http://", "https://")
+    refused(load(plain), f"{plain} cannot be reached", "SSL", "check --base-url")
+    refused(load(serving(lambda asked: json_reply({}, 404))), "names none at /v1/models")
+    refused(load(serving(lambda asked: json_reply({}, 401))), "wants an API key")
 
 
 def test_some_failures_are_told_and_count_nowhere(serving, tmp_path: Path):

@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from draftsmith.cli import app
+from draftsmith.processor import busy_seconds
+from draftsmith.training import disturbance
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.keys import recipe_keys
 from tests.helpers.tiny import save_tiny_target
@@ -74,6 +76,9 @@ def test_a_model_folder_and_a_text_are_enough(place: Path, tmp_path: Path):
     assert evaluations[-1]["evaluation"]["held_out_loss"] < evaluations[0]["evaluation"]["held_out_loss"]
     recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert recipe["stage1"]["steps"] == 10 and recipe["stage2"]["prompt_tokens"] == 32
+    stands = run(*words[:-8], "--resume", "--dry-run", *FEW[2:])
+    assert stands.exit_code == 0 and "the run is done, after 20 steps" in said(stands), stands.output
+    refused(run(*words[:4], "--out", tmp_path / "absent", "--resume", "--dry-run"), "no checkpoint to resume from")
     resumed = run(*words[:-8], "--resume", *FEW[2:])
     assert resumed.exit_code == 0, resumed.output
     refused(run(*words), "already holds a run")
@@ -136,6 +141,20 @@ def test_a_run_that_another_process_trains_is_left_alone(more: tuple[str, ...], 
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_data_named_by_an_override_alone_are_trained_on_as_with_the_option(place: Path, tmp_path: Path):
+    """And not with the settings of the embedded run, which holds nothing out and has no first stage."""
+    told, forms = [], ("data.sources.0.path={}", "data.sources=[{{path: {}}}]", "data={{sources: [{{path: {}}}]}}")
+    overrides = [(form.format(place / "corpus.txt"),) for form in forms]
+    for number, words in enumerate([("--data", place / "corpus.txt"), *overrides]):
+        out = tmp_path / str(number)
+        result = run(*words, "--out", out, *FEW, "stage1.steps=1", "stage2.steps=1", "stage1.batch=1", "--dry-run")
+        assert result.exit_code == 0, result.output
+        assert "from the held-out part of your data" in said(result), "and not all of them trained on"
+        chosen = [line.split(":")[1] for line in result.output.splitlines() if line.startswith("chosen: ")]
+        told.append([line for line in chosen if "batch" not in line])
+    assert told == told[:1] * 4 and " stage1.length = 256" in told[0]
+
+
 def test_mistyped_paths_name_the_nearest_one(place: Path, tmp_path: Path):
     out = ("--out", tmp_path / "run")
     refused(run("--target", place / "modle", "--data", place / "corpus.txt", *out), f"did you mean {place / 'model'}?")
@@ -152,3 +171,22 @@ def test_keys_lists_every_key_with_a_meaning():
     for part in ("stage1.steps=0  (whole number)", "data.sources.0.path=null", "drafter.num_heads=", "joint.decay="):
         assert part in result.output
     assert all(key.meaning and key.kind for key in recipe_keys())
+
+
+@pytest.mark.skipif(busy_seconds() is None, reason="this system does not tell how busy its cores are")
+def test_a_plan_that_other_programs_disturbed_is_said_to_be_one(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    words = ("--target", place / "model", "--data", place / "corpus.jsonl", *FEW, "--dry-run")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({"stage2": {"steps": 1, "batch": 2, "prompt_tokens": 8, "new_tokens": 8}}))
+    sized = (recipe, *words[:4], *FEW[2:], "--dry-run")
+    for busy, expected in ((1e9, False), (-1.0, True)):  # nothing others take is too much, and whatever they take is
+        monkeypatch.setattr(disturbance, "BUSY", busy)
+        planned = run(*words, "--out", tmp_path / "run")
+        assert planned.exit_code == 0, planned.output
+        assert ("while steps were timed, so the plan may be shorter than" in said(planned)) == expected
+        assert "estimate may be too long" not in said(planned), "one sentence is enough"
+        estimated = run(*sized, "--out", tmp_path / "sized")
+        assert estimated.exit_code == 0, estimated.output
+        assert ("so the estimate may be too long;" in said(estimated)) == expected

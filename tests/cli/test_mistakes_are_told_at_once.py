@@ -52,6 +52,8 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "generate, measuring for a given plan": (("generate", "a", "--remeasure", "--plan", "2"), "and --plan says it"),
     "generate, measuring for no drafts": (("generate", "a", "--remeasure", "--no-draft"), "leave out --remeasure, or"),
+    "serve, measuring for a given plan": (("serve", "--remeasure", "--plan", "2"), "and --plan says it"),
+    "bench, measuring for a given plan": (("bench", "--remeasure", "--candidates", "1"), "but the plan is given"),
     "serve, no drafts of a plan": (("serve", "--no-draft", "--plan", "4,2"), "--no-draft drafts nothing"),
     "bench, target": (("bench", "--target", "./absent"), FOLDER),
     "bench, drafter": (("bench", "--drafter", "eagel"), "did you mean eagle?"),

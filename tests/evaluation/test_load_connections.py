@@ -131,3 +131,19 @@ def test_a_chunk_that_is_none_is_a_failure_of_its_own(chunk: str):
 
     (record,), _ = ask(odd, 1)
     assert record.error == "the server sent something that is no chunk of an answer"
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_who_only_closes_connections_may_become_ready(scheme: str):
+    """A proxy in front of a server that does not run yet."""
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.close()
+
+    async def main() -> str:
+        async with await asyncio.start_server(close, "127.0.0.1", 0) as closing:
+            port = closing.sockets[0].getsockname()[1]
+            async with Client(Server(f"{scheme}://127.0.0.1:{port}")) as client:
+                return await client.missing(20.0)
+
+    assert "127.0.0.1" in asyncio.run(main())

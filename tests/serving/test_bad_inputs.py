@@ -52,6 +52,7 @@ CASES: dict[str, tuple[str, Any, int]] = {
     "repetition_penalty, 0": (COMPLETION, {"prompt": "x", "repetition_penalty": 0}, 400),
     "top_k, negative": (COMPLETION, {"prompt": "x", "top_k": -7}, 400),
     "seed, 2^63": (COMPLETION, {"prompt": "x", "seed": 2**63}, 400),
+    "seed, below 64 bits": (COMPLETION, {"prompt": "x", "seed": -(2**63) - 1}, 400),
     "seed, 2^64": (COMPLETION, {"prompt": "x", "seed": 2**64}, 400),
     "seed, a text": (COMPLETION, {"prompt": "x", "seed": "100"}, 400),
     "logit_bias, the width of the logits": (COMPLETION, {"prompt": "x", "logit_bias": {"257": 1}}, 400),

@@ -2,9 +2,13 @@
 
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.serving.toy import NAME, events_of, get, make_service, plainly, post, target, text_of
+from draftsmith.engine import Engine
+from draftsmith.serving.service import Service
+from draftsmith.serving.settings import Settings
+from tests.serving.toy import NAME, events_of, get, make_service, plainly, post, target, text_of, with_client
 
 PATH = "/v1/chat/completions"
 ASKED = [{"role": "user", "content": "hi"}]
@@ -25,6 +29,24 @@ def test_an_answer_is_what_the_target_says_behind_its_template():
     assert choice["message"] == {"role": "assistant", "content": own.text, "refusal": None}
     assert choice["finish_reason"] == "length" and choice["logprobs"] is None
     assert told["usage"]["prompt_tokens"] == len(WRITTEN)
+
+
+def test_an_engine_with_room_for_less_than_its_context_says_how_much():
+    """A chat without a limit of its own takes what there is room for, and does not ask for more than can ever fit."""
+    engine = Engine(target(), max_tokens_in_flight=40)
+    service = Service(engine, Settings(names=(NAME,)), {})
+
+    async def work(client: httpx.AsyncClient) -> tuple[Any, Any, Any]:
+        asked = {"messages": ASKED, "temperature": 0}
+        return (
+            (await client.get("/v1/models")).json(), (await client.post(PATH, json=asked)).json(),
+            (await client.post(PATH, json={**asked, "max_tokens": 41 - len(WRITTEN)})).json(),
+        )
+
+    known, told, refused = with_client(service, work)
+    assert engine.max_length > known["data"][0]["max_model_len"] == 40
+    assert told["usage"]["total_tokens"] == 40
+    assert "maximum context length is 40 tokens" in refused["error"]["message"]
 
 
 def test_an_answer_may_go_on_with_the_last_message():

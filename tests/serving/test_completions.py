@@ -62,6 +62,18 @@ def test_a_stream_counts_its_tokens():
         assert text_of(events, index) == plainly(text, max_tokens=9).text
 
 
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+@pytest.mark.parametrize("explain", [False, True])
+def test_before_the_usage_every_chunk_has_a_usage_of_null(path: str, explain: bool):
+    """As the types of OpenAI's client say; without `include_usage` there is no such field."""
+    asked = {"prompt": "zzz"} if path == PATH else {"messages": [{"role": "user", "content": "zzz"}]}
+    body = {**asked, "temperature": 0, "max_tokens": 9, "stream": True, "explain": explain}
+    *others, last = events_of(post(path, {**body, "stream_options": {"include_usage": True}}))
+    assert len(others) > 1 and last["usage"]["completion_tokens"] == 9
+    assert all(event["usage"] is None for event in others)
+    assert not any("usage" in event for event in events_of(post(path, body)))
+
+
 def test_copies_and_seeds():
     fields = {"temperature": 1.0, "seed": 5, "n": 3, "prompt": ["one", "one"]}
     first, second = ask(**fields)["choices"], ask(**fields)["choices"]
@@ -69,6 +81,16 @@ def test_copies_and_seeds():
     assert [one["index"] for one in first] == [0, 1, 2, 3, 4, 5]
     assert len({one["text"] for one in first}) == 3  # every prompt has the same draws, as if it came alone
     assert first[0]["text"] == plainly("one", temperature=1.0, seed=5).text
+
+
+def test_seeds_may_be_negative():
+    """-1 draws a seed, as with other servers; the others have 64 bits and stand for seeds of the engine."""
+    sampled = {"prompt": "one", "temperature": 1.0, "max_tokens": 24}
+    drawn = {ask(**sampled, seed=-1)["choices"][0]["text"] for _ in range(3)}
+    assert len(drawn) == 3
+    for seed, same in ((-2, 2**63 - 2), (-(2**63), 0), (2**63 - 1, 2**63 - 1)):
+        own = plainly("one", temperature=1.0, max_tokens=24, seed=same).text
+        assert ask(**sampled, seed=seed)["choices"][0]["text"] == own, seed
 
 
 def test_a_stop_string_ends_the_text():

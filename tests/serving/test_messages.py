@@ -3,9 +3,10 @@
 import json
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.serving.toy import NAME, make_service, plainly, post
+from tests.serving.toy import NAME, make_service, plainly, post, with_client
 
 PATH = "/v1/messages"
 WRITTEN = "s:be kind;u:hi;a:"
@@ -54,6 +55,25 @@ def test_a_stream_has_all_events_in_order():
     assert events[0]["message"]["usage"]["input_tokens"] == len(WRITTEN)
     assert events[-2]["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
     assert events[-2]["usage"]["output_tokens"] == 16
+
+
+def test_prompt_tokens_that_were_read_before_are_told_apart():
+    """In whole blocks of 64; in a stream at its end, where Anthropic's client reads all of the usage anew."""
+    body = {**BODY, "system": "be kind " * 10, "max_tokens": 2}
+    whole = len(f"s:{body['system']};u:hi;a:")
+
+    async def work(client: httpx.AsyncClient) -> list[dict[str, int]]:
+        found = [(await client.post(PATH, json=body)).json()["usage"] for _ in range(2)]
+        events = events_of((await client.post(PATH, json={**body, "stream": True})).text)
+        return [*found, events[0]["message"]["usage"], events[-2]["usage"]]
+
+    def usage(cached: int, written: int = 2) -> dict[str, int]:
+        return {
+            "input_tokens": whole - cached, "output_tokens": written, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+        }
+
+    assert with_client(make_service(), work) == [usage(0), usage(64), usage(0, written=0), usage(64)]
 
 
 def test_the_stop_sequence_that_ended_it_is_told():

@@ -179,11 +179,28 @@ def test_calls_and_results_reach_the_template_and_are_counted():
             told = (await client.post(PATH, json={**body, "max_tokens": 9})).json()
             assert told["content"] == [{"type": "text", "text": plainly(shown + written, max_tokens=9).text}]
             counted = await client.post(f"{PATH}/count_tokens", json=body)
-            assert counted.json() == {"input_tokens": told["usage"]["input_tokens"]} == {
-                "input_tokens": len(shown + written)
-            }
+            read = told["usage"]["input_tokens"] + told["usage"]["cache_read_input_tokens"]
+            assert counted.json() == {"input_tokens": read} == {"input_tokens": len(shown + written)}
 
     with_client(make_service(of=target(TEMPLATE)), ask)
+
+
+@pytest.mark.parametrize(
+    ("result", "shown"),
+    [
+        ({"content": "no such city", "is_error": True}, "Error: no such city"),
+        ({"content": [{"type": "text", "text": "no"}], "is_error": True}, "Error: no"),
+        ({"content": "error 7", "is_error": True}, "error 7"), ({"is_error": True}, "Error: the tool failed."),
+        ({"content": "rain", "is_error": False}, "rain"), ({"content": "rain", "is_error": None}, "rain"), ({}, ""),
+    ],
+)
+def test_the_model_is_told_that_a_tool_failed(result: dict[str, Any], shown: str):
+    call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
+    answer = {"type": "tool_result", "tool_use_id": "t1", **result}
+    messages = [*HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [answer]}]
+    found = post(PATH, {**BODY, "messages": messages, "max_tokens": 9}, make_service(of=target(TEMPLATE))).json()
+    written = f"{SHOWN}a:(t1 weather Rome);t:{shown}(t1 weather);"
+    assert found["content"] == [{"type": "text", "text": plainly(written, max_tokens=9).text}]
 
 
 def with_parts(role: str, *parts: dict[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,20 @@
 """Parts of the server by themselves."""
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.serving.body import SMALL_BYTES, Bodies
 from draftsmith.serving.delta import Delta
 from draftsmith.serving.errors import ApiError
 from draftsmith.serving.meter import Histogram
 from draftsmith.serving.metrics import buckets_of
+from draftsmith.serving.openai_fields import CompletionFields
 from draftsmith.serving.settings import Settings
 from draftsmith.serving.smoothing import smooth, split
 from draftsmith.serving.speculation import read_plan
@@ -113,3 +118,46 @@ def test_the_bytes_of_a_character_come_token_by_token():
 def test_settings_that_make_no_sense(wrong: dict[str, object]):
     with pytest.raises(DraftsmithError):
         Settings(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("unit", ["[]", '{"a":1}'])
+def test_others_go_on_while_a_large_body_is_read(unit: str):
+    """Reading it and looking at how deep it is takes long; a coroutine that never waits has its turns meanwhile."""
+    body = b'{"prompt":"x","more":[' + b",".join([unit.encode()] * 300_000) + b"]}"
+
+    async def main() -> tuple[CompletionFields, int]:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        going = asyncio.create_task(others())
+        try:
+            return await Bodies(Settings()).read(request_with(body), CompletionFields), turns
+        finally:
+            going.cancel()
+
+    fields, turns = asyncio.run(main())
+    assert fields.prompt == "x" and turns > 10
+
+
+@pytest.mark.parametrize("size", [0, SMALL_BYTES])
+def test_mistakes_in_small_and_large_bodies_are_told_alike(size: int):
+    space = b" " * size
+    for body, told in ((b'{"prompt":[' + space, "is not JSON"), (b'{"seed":"1"' + space + b"}", "seed: ")):
+        with pytest.raises(ApiError, match=told) as refused:
+            asyncio.run(Bodies(Settings()).read(request_with(body), CompletionFields))
+        assert refused.value.status == 400
+        assert gc.isenabled()
+
+
+def request_with(body: bytes) -> Request:
+    """Return a request with a body that is there already."""
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    headers = [(b"content-type", b"application/json")]
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)

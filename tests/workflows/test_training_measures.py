@@ -30,7 +30,7 @@ from draftsmith.types import DraftsmithError, SamplingParams, Statistics
 from draftsmith.workflows.bridge import FIRST_PROMPTS, TOO_LOW, EngineBridge, scores
 from draftsmith.workflows.estimate import Pace, foretold
 from draftsmith.workflows.held_out import Evaluation, held_out_prompts
-from draftsmith.workflows.sizes import by_measurements, by_time
+from draftsmith.workflows.sizes import by_data, by_measurements, by_time
 from draftsmith.workflows.sources import gather_prompts
 from draftsmith.workflows.training import final_rates
 from tests.helpers import training_toy as toy
@@ -192,7 +192,7 @@ def test_an_estimate_comes_with_a_dry_run_and_is_of_the_rest_when_resumed(place:
     (run / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"")
     with pytest.warns(RuntimeWarning, match="step-00000004"):
         rest = said(resume=True)
-    assert "resuming at step 3 of 4" in rest and "of measuring τ 1 times, " in rest and "of saving 1 times; " in rest
+    assert "resuming at step 3 of 4" in rest and "of measuring τ 1 time, " in rest and "of saving 1 time; " in rest
     assert "estimate" not in said(resume=True), "nothing is left to be done"
 
 
@@ -255,6 +255,13 @@ def test_time_is_shared_out_with_what_measuring_takes(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("drawn_in_full")
+def test_prompts_fit_into_texts_that_are_all_short(tmp_path: Path):
+    recipe, target = toy.recipe(tmp_path, tmp_path), Target.from_pretrained(assets.demo_target())
+    for tokens, prompt in ((11, 10), (12, 11), (3, 2), (400, 64)):
+        choices = by_data(Survey([tokens] * 9, Counter(), whole=True), recipe, target)
+        assert {choice.key: choice.value for choice in choices}["stage2.prompt_tokens"] == prompt
+
+
 def test_curves_are_drawn_of_every_kind_of_record(tmp_path: Path):
     def evaluation(step: int, **more: object) -> dict:
         return {"step": step, "evaluation": {"tokens_per_step": 1.5 + step / 10, **more}}

@@ -36,13 +36,14 @@ from draftsmith.cli.plans import (
     DeltaOption,
     EpsilonOption,
     NodesOption,
+    RemeasureOption,
     SampledOption,
     ShapeOption,
     check_prunable,
     read_rules,
     read_shape,
 )
-from draftsmith.types import LOSSY
+from draftsmith.types import LOSSY, DraftsmithError
 from draftsmith.workflows.models import Loading
 
 # What a column needs beside its text, and the first one in all.
@@ -56,7 +57,8 @@ def bench(
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
     data: Annotated[
-        Path | None, typer.Option(help="Texts of your own: JSONL with `text` or `messages` a line, or a text file.")
+        Path | None,
+        typer.Option(help="Texts of your own: a file or folder, as `train --data` takes it, or JSONL of prompts."),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Only prompts of this task: code, prose or dialogue.")] = None,
     batch: Annotated[str, typer.Option(help="Rows decoded together.")] = "1,2,4",
@@ -79,6 +81,7 @@ def bench(
     acceptance: AcceptanceOption = "exact",
     epsilon: EpsilonOption = None,
     delta: DeltaOption = None,
+    remeasure: RemeasureOption = False,
     temperature: Annotated[float, typer.Option(help="0 is greedy; otherwise every setting samples.")] = 0.0,
     peer: Annotated[
         str | None,
@@ -118,6 +121,11 @@ def bench(
         rules=rules,
         temperature=temperature,
     )
+    if remeasure and not grid.is_open:
+        raise DraftsmithError(
+            "--remeasure finds out which drafts pay, but the plan is given; leave out --candidates, --plan and the "
+            "rules of drafts, or --remeasure."
+        )
     check_models(target, (drafter,), (dtype,), device=device)
     check_prompts(data, task)
     with importing():
@@ -139,7 +147,7 @@ def bench(
             run(
                 target, drafter, grid, prompts=data, task=task, peer=peer, compile=compile,
                 loading=Loading(dtype, device, trust_remote_code, native, quantize), console=notes,
-                on_progress=report, on_cells=keep,
+                on_progress=report, on_cells=keep, remeasure=remeasure,
             )
     finally:
         # After Ctrl-C too: what was measured is shown, and is in the file already.

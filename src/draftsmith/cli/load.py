@@ -54,6 +54,12 @@ def load(
     timeout: Annotated[
         float, typer.Option(help="Seconds of silence after which a request counts as failed.", rich_help_panel=SERVER)
     ] = 600.0,
+    ready_check_timeout_sec: Annotated[
+        float,
+        typer.Option(
+            help="Most seconds to wait until the server is ready; 0 does not wait.", rich_help_panel=SERVER
+        ),
+    ] = 600.0,
     max_concurrency: Annotated[
         int | None, typer.Option(help="Clients: most requests in flight. No limit by default.", rich_help_panel=LOAD)
     ] = None,
@@ -153,7 +159,7 @@ def load(
     if more and not limits:
         raise DraftsmithError(f"{more[0]!r} belongs to no option; see draftsmith load --help.")
     settings = LoadSettings(
-        server=Server(base_url, model, endpoint, api_key or None, timeout),
+        server=Server(base_url, model, endpoint, api_key or None, timeout, ready_check_timeout_sec),
         workload=Workload(
             dataset=dataset,
             input_lens=None if input_len is None else numbers(input_len, "--input-len"),
@@ -205,7 +211,10 @@ def measure(
     console, notes = Console(), Console(stderr=True)
     try:
         with progress(notes) as report:
-            measure_load(settings, on_level=keep, on_progress=report)
+            measure_load(
+                settings, on_level=keep, on_progress=report,
+                on_wait=lambda told: notes.print(told, style="dim", highlight=False, markup=False),
+            )
     finally:
         # After Ctrl-C too: what was measured is shown, and is in the files already.
         for found in kept:

@@ -164,7 +164,7 @@ def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         if console.is_terminal:
             bars.start()  # with the first of the work; what is said of loading comes before
         elif part not in tasks:
-            console.print(f"[dim]{part} …[/dim]", highlight=False)
+            console.print(f"[dim]now: {part}[/dim]", highlight=False)
         if part not in tasks:
             tasks[part] = bars.add_task(what, total=total)
         bars.update(tasks[part], description=what, completed=done)

@@ -19,7 +19,7 @@ from draftsmith.cli.common import (
     importing,
     set_threads,
 )
-from draftsmith.cli.plans import DRAFTS, OWN, ShapeOption, read_shape
+from draftsmith.cli.plans import DRAFTS, OWN, RemeasureOption, ShapeOption, read_shape
 from draftsmith.serving.settings import Settings
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -83,6 +83,7 @@ def serve(
         int | None,
         typer.Option(help="With --plan: draft only while at most so many texts are written.", rich_help_panel=DRAFTS),
     ] = None,
+    remeasure: RemeasureOption = False,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=DRAFTS)] = False,
     per_request_spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"],
@@ -106,6 +107,9 @@ def serve(
         raise DraftsmithError(f"--max-batch is {max_batch}; use at least 1.")
     if no_draft and (plan is not None or drafter):
         raise DraftsmithError("--no-draft drafts nothing; leave out --plan and --drafter, or --no-draft.")
+    if remeasure and (no_draft or plan is not None):
+        told = "--no-draft" if no_draft else "--plan"
+        raise DraftsmithError(f"--remeasure finds out which drafts pay, and {told} says it; leave one of them out.")
     if draft_rows is not None and plan is None:
         raise DraftsmithError("--draft-rows bounds a plan of your own; add --plan, or leave it out.")
     settings = Settings(
@@ -133,7 +137,7 @@ def serve(
 
     run(
         target, drafter or (), settings=settings, host=host, port=port, draft=not no_draft,
-        rules=DraftRules(shape, plan == OWN, draft_rows), sizes=Sizes(max_batch, max_length),
+        rules=DraftRules(shape, plan == OWN, draft_rows, remeasure), sizes=Sizes(max_batch, max_length),
         loading=Loading(dtype, device, trust_remote_code, native, quantize), console=notes, on_ready=say_ready,
     )
 

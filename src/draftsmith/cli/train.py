@@ -61,10 +61,19 @@ def train(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run: output.folder of the recipe.", rich_help_panel=OUTPUT)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write an untrained drafter.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the plan and write an untrained drafter; with --resume, say where the run stands and what is "
+            "left.",
+        ),
+    ] = False,
     eval_data: Annotated[
         Path | None,
-        typer.Option(help="Prompts to measure τ on, JSONL or text; the held-out part of the data by default."),
+        typer.Option(
+            help="Prompts to measure τ on, a file or folder as for --data; the held-out part of the data by default."
+        ),
     ] = None,
     eval_prompts: Annotated[
         int | None, typer.Option(min=1, help="Prompts a task or source in each evaluation; 16, 32 of a single one.")
@@ -138,12 +147,13 @@ def tell(result: "TrainResult") -> None:
     """Say what came out, what was measured, and how to use it."""
     from draftsmith.training.measuring import source_lines, tau_in_words
     from draftsmith.training.progress import early_in_words
+    from draftsmith.training.wording import counted
 
     training = result.training
     scores = training.best_scores
     best = f", {tau_in_words(scores)} at step {training.best_step}" if scores is not None else ""
     took = f" in {training.seconds / 60:.1f} minutes" if training.seconds is not None else ""
-    typer.echo(f"Trained {training.step} steps{took}{best}. The drafter is in {training.drafter}.")
+    typer.echo(f"Trained {counted(training.step, 'step')}{took}{best}. The drafter is in {training.drafter}.")
     used_with = training.target or result.target
     words = ["draftsmith", "bench", *(["--target", str(used_with)] if used_with else [])]
     words += ["--drafter", str(training.drafter), *(["--data", str(result.prompts)] if result.prompts else [])]

@@ -62,6 +62,11 @@ class Grid:
         return bool(self.choices) or self.candidates is None or any(count != BASELINE for count in self.candidates)
 
     @property
+    def is_open(self) -> bool:
+        """Whether nothing says what is drafted, so that what pays is measured as well."""
+        return self.candidates is None and self.branching is None and not self.choices and self.rules == NO_DRAFT
+
+    @property
     def rounds(self) -> int:
         """How often every setting runs, warm-up included."""
         return len(self.batches) * len(self.prompt_tokens) * (self.trials + self.warmups)

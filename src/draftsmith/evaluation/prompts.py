@@ -1,7 +1,7 @@
 """Prompts to measure on: the embedded held-out sets, or the user's own texts, cut to an exact number of tokens."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,38 @@ def load_prompts(path: Path) -> list[Prompt]:
         raise DraftsmithError(f"the prompt file {path} cannot be read ({error.strerror}); check the path.") from error
     except UnicodeDecodeError as error:
         raise DraftsmithError(f"the prompt file {path} is not UTF-8 text; convert it, or give another file.") from error
+    return _with_text(prompts, path)
+
+
+def prompts_of(records: Iterable[tuple[Mapping[str, Any], str]], path: Path, task: str | None = None) -> list[Prompt]:
+    """Return the prompts that records hold, as `load_prompts` does.
+
+    Args:
+        records: each with where it was found.
+        path: the file or folder that they come from, for messages.
+        task: only prompts of this task; all by default.
+
+    Raises:
+        DraftsmithError: a record that is no prompt, no prompt at all, or none of the task.
+    """
+    found = []
+    for record, where in records:
+        try:
+            found.append(_prompt(record, where))
+        except (ValueError, AttributeError, IndexError, DraftsmithError) as error:
+            raise DraftsmithError(
+                f"{where} has neither a string field `text` or `prompt` nor `messages` that begin with a user's; fix "
+                "it."
+            ) from error
+    kept = _with_text(found, path)
+    chosen = [prompt for prompt in kept if task in (None, prompt.task)]
+    if not chosen:
+        known = ", ".join(sorted({prompt.task for prompt in kept}))
+        raise DraftsmithError(f"{path} holds no prompt of task {task!r}; choose one of {known}.")
+    return chosen
+
+
+def _with_text(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
     kept = [prompt for prompt in prompts if prompt.text.strip()]
     if not kept:
         raise DraftsmithError(f"the prompt file {path} holds no text; give one with at least one prompt.")
@@ -71,17 +103,22 @@ def read_jsonl(path: Path) -> list[Prompt]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-                asked = _asked(record, f"line {number} of {path}")
-                text = asked if isinstance(asked, str) else str(asked.messages[-1].get("content"))
+                prompts.append(_prompt(json.loads(line), f"line {number} of {path}"))
             except (ValueError, AttributeError, IndexError, DraftsmithError) as error:
                 raise DraftsmithError(
                     f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`, or with "
                     "`messages` that begin with a user's; fix it."
                 ) from error
-            task, source = str(record.get("task", "text")), str(record.get("source", ""))
-            prompts.append(Prompt(task, source, text, None if isinstance(asked, str) else asked))
     return prompts
+
+
+def _prompt(record: Mapping[str, Any], where: str) -> Prompt:
+    """Return the prompt that a record holds; exceptions of several kinds if it holds none."""
+    asked = _asked(record, where)
+    task, source = str(record.get("task", "text")), str(record.get("source", ""))
+    if isinstance(asked, str):
+        return Prompt(task, source, asked)
+    return Prompt(task, source, str(asked.messages[-1].get("content")), asked)
 
 
 def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:

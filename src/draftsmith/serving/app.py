@@ -21,7 +21,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
 from draftsmith.serving.access import Access
 from draftsmith.serving.answers import error_answer, json_answer
-from draftsmith.serving.body import Fields, Flag, Several, read_fields
+from draftsmith.serving.body import Fields, Flag, Several
 from draftsmith.serving.chat import chat
 from draftsmith.serving.completions import completions
 from draftsmith.serving.description import description
@@ -62,7 +62,7 @@ class DetokenizeFields(Fields):
 
 async def tokenize(request: Request, service: Service, key: str) -> Response:
     """Answer with the tokens of a text or a conversation."""
-    fields = await read_fields(request, TokenizeFields, service.settings)
+    fields = await service.bodies.read(request, TokenizeFields)
     service.check_model(fields.model)
     if (fields.prompt is None) == (fields.messages is None):
         raise ApiError(400, "give either prompt or messages.", param="prompt")
@@ -84,7 +84,7 @@ async def tokenize(request: Request, service: Service, key: str) -> Response:
 
 async def detokenize(request: Request, service: Service, key: str) -> Response:
     """Answer with the text of tokens."""
-    fields = await read_fields(request, DetokenizeFields, service.settings)
+    fields = await service.bodies.read(request, DetokenizeFields)
     service.check_model(fields.model)
     async with service.within(service.deadline(request.scope["state"]["began"])):
         return json_answer({"prompt": await service.prompts.texts(fields.tokens, service.texts.whole)})

@@ -1,7 +1,11 @@
 """The body of a request: bounded in bytes, seconds and depth, then checked field by field."""
 
 import asyncio
+import gc
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError
@@ -11,6 +15,8 @@ from draftsmith.serving.errors import ApiError, bad
 from draftsmith.serving.settings import Settings
 
 MOST_DEPTH = 128
+SMALL_BYTES = 1 << 16
+"""A body of at most so many bytes is read sooner than another thread takes it over."""
 CLOSED = 499
 """The status that the log and the metrics have for a client that left, which no longer reads it."""
 
@@ -37,19 +43,54 @@ Flag = Annotated[bool, BeforeValidator(lambda given: given is not None and given
 """A boolean for which null means false, as if it were left out."""
 
 
-async def read_fields(request: Request, kind: type[M], settings: Settings) -> M:
-    """Return the checked body of a request.
+class Bodies:
+    """Reads the bodies of requests: large ones in a thread of its own, so that the event loop serves others meanwhile.
 
-    Raises:
-        ApiError: 400 for a body that does not fit `kind`, 408 for one that does not come in time, 413 for one that is
-            too large, 499 where the client left, and 415 for one that is not declared as JSON: browsers send some other
-            types for pages of other sites without asking the server first.
+    One at a time, because garbage collection is a matter of the whole process, and pauses.
     """
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError(415, "the body has to be JSON; send it with the header content-type: application/json.")
-    value = parse(await read_bytes(request, settings))
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-bodies")
+
+    async def read(self, request: Request, kind: type[M]) -> M:
+        """Return the checked body of a request.
+
+        Raises:
+            ApiError: 400 for a body that does not fit `kind`, 408 for one that does not come in time, 413 for one that
+                is too large, 499 where the client left, and 415 for one that is not declared as JSON: browsers send
+                some other types for pages of other sites without asking the server first.
+        """
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "the body has to be JSON; send it with the header content-type: application/json.")
+        body = await read_bytes(request, self._settings)
+        if len(body) <= SMALL_BYTES:
+            return checked(body, kind)
+
+        def read() -> M:
+            with no_collection():
+                return checked(body, kind)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, read)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Look for no garbage: the million lists that some megabytes can hold are all in use, and it is sought among them
+    again and again, which takes ten times as long as reading them and stops all threads."""
+    collects = gc.isenabled()
+    gc.disable()
     try:
-        return kind.model_validate(value)
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def checked(body: bytes, kind: type[M]) -> M:
+    """Return a body as the fields of `kind`; ApiError 400 where it does not fit."""
+    try:
+        return kind.model_validate(parse(body))
     except ValidationError as error:
         raise in_one_sentence(error) from error
 

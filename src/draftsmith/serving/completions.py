@@ -6,7 +6,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from draftsmith.serving.body import read_fields
 from draftsmith.serving.constraints import form_of
 from draftsmith.serving.delta import Delta
 from draftsmith.serving.errors import bad
@@ -30,7 +29,7 @@ async def completions(request: Request, service: Service, key: str) -> Response:
         ApiError: what the client gets instead.
     """
     settings = service.settings
-    fields = await read_fields(request, CompletionFields, settings)
+    fields = await service.bodies.read(request, CompletionFields)
     service.check_accepts()
     service.check_model(fields.model)
     check_general(fields, settings)

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from draftsmith.serving.answers import dumps, json_answer, streamed, unless_gone
-from draftsmith.serving.body import read_fields
 from draftsmith.serving.constraints import Form, form_of
 from draftsmith.serving.deltas import deltas
 from draftsmith.serving.errors import ApiError, bad
@@ -28,7 +27,7 @@ from draftsmith.types import Completion
 
 async def count_tokens(request: Request, service: Service, key: str) -> Response:
     """Answer how many tokens a conversation has, with the tools that its template shows."""
-    fields = await read_fields(request, CountFields, service.settings)
+    fields = await service.bodies.read(request, CountFields)
     service.check_model(fields.model)
     _, prompt = await _read(fields, service, service.deadline(request.scope["state"]["began"]))
     return json_answer({"input_tokens": len(prompt)})
@@ -41,7 +40,7 @@ async def messages(request: Request, service: Service, key: str) -> Response:
         ApiError: what the client gets instead.
     """
     settings = service.settings
-    fields = await read_fields(request, MessageFields, settings)
+    fields = await service.bodies.read(request, MessageFields)
     service.check_accepts()
     service.check_model(fields.model)
     if fields.thinking is not None and fields.thinking.get("type") != "disabled":
@@ -95,14 +94,21 @@ class _Answer:
         self._called = self._called or any(isinstance(part, ToolCall) for part in parts)
         return parts
 
-    def _message(self, content: list[dict[str, Any]], reason: str | None, stop: str | None, written: int) -> Any:
+    def _message(
+        self, content: list[dict[str, Any]], reason: str | None, stop: str | None, usage: dict[str, Any]
+    ) -> dict[str, Any]:
         return {
             "id": self.id, "type": "message", "role": "assistant", "model": self.service.settings.name,
-            "content": content, "stop_reason": reason, "stop_sequence": stop,
-            "usage": {
-                "input_tokens": len(self.call.prompts[0]), "output_tokens": written,
-                "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
-            },
+            "content": content, "stop_reason": reason, "stop_sequence": stop, "usage": usage,
+        }
+
+    def _usage(self, written: int, completion: Completion | None = None) -> dict[str, Any]:
+        """Return how many tokens were read and written; how many of the prompt were reused is known at the end."""
+        cached = 0 if completion is None else completion.statistics.cached_tokens
+        return {
+            # Without those from the cache, as Anthropic counts.
+            "input_tokens": len(self.call.prompts[0]) - cached, "output_tokens": written,
+            "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached,
         }
 
     def _end(self, completion: Completion) -> tuple[str, str | None]:
@@ -137,8 +143,7 @@ class _Answer:
                 blocks[-1]["text"] += part
             else:
                 blocks.append({"type": "text", "text": part})
-        message: dict[str, Any] = self._message(blocks, *self._end(text.end), len(text.tokens))
-        return message
+        return self._message(blocks, *self._end(text.end), self._usage(len(text.tokens), text.end))
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield the answer as a stream."""
@@ -147,7 +152,7 @@ class _Answer:
             async for delta in found:
                 if not begun:
                     begun = True
-                    yield _event("message_start", message=self._message([], None, None, 0))
+                    yield _event("message_start", message=self._message([], None, None, self._usage(0)))
                     yield _event("ping")
                 written += len(delta.tokens)
                 for part in self._parts(delta.text, delta.completion is not None):
@@ -159,7 +164,7 @@ class _Answer:
                     reason, stop = self._end(delta.completion)
                     yield _event(
                         "message_delta", delta={"stop_reason": reason, "stop_sequence": stop},
-                        usage={"output_tokens": written},
+                        usage=self._usage(written, delta.completion),
                     )
         yield _event("message_stop")
 

@@ -22,6 +22,7 @@ from draftsmith.serving.settings import Detail
 from draftsmith.types import Completion, TokenLogprob
 
 DONE = "data: [DONE]\n\n"
+NULL_USAGE = ',"usage":null'
 
 
 @dataclass
@@ -85,9 +86,12 @@ class Frame:
         """The JSON of a chunk up to its choices, the same for all chunks of an answer."""
         return dumps(self.chunk([])).removesuffix("[]}")
 
-    def event(self, choice: dict[str, Any]) -> str:
-        """Return the event of a chunk that holds one choice and nothing else, as most do."""
-        return f"data: {self._head}[{dumps(choice)}]}}\n\n"
+    def event(self, choice: dict[str, Any], null_usage: bool) -> str:
+        """Return the event of a chunk that holds one choice and nothing else, as most do, but perhaps a usage of null.
+
+        OpenAI's API has that in every chunk before the one with the usage.
+        """
+        return f"data: {self._head}[{dumps(choice)}]{NULL_USAGE if null_usage else ''}}}\n\n"
 
     def usage(self, counts: Mapping[int, int], ends: Sequence[Delta] | None = None) -> dict[str, Any]:
         """Return how many tokens were read and written; every prompt counts once.
@@ -165,6 +169,8 @@ class Answer(ABC):
         """Yield the answer as a stream."""
         options = self.fields.stream_options
         running = options is not None and options.continuous_usage_stats
+        counted = options is not None and options.include_usage
+        before_usage: dict[str, Any] = {"usage": None} if counted else {}
         counts: dict[int, int] = {}
         ends: list[Delta] = []
         async with aclosing(deltas(self.service, self.call)) as found:
@@ -180,8 +186,11 @@ class Answer(ABC):
                     more: dict[str, Any] = {"usage": self.frame.usage(counts)} if running else {}
                     if delta.explained is not None and at in speaking[-1:]:
                         more["draftsmith"] = delta.explained
-                    yield data(self.frame.chunk([choice], **more)) if more else self.frame.event(choice)
-        if options is not None and options.include_usage:
+                    if more:
+                        yield data(self.frame.chunk([choice], **before_usage | more))
+                    else:
+                        yield self.frame.event(choice, null_usage=counted)
+        if counted:
             usage = self.frame.usage(counts, ends)
             yield data(self.frame.chunk([], usage=usage, **self.frame.metrics(ends)))
         yield DONE

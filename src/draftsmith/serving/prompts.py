@@ -57,6 +57,8 @@ class Prompts:
 
     async def of_texts(self, given: Any) -> tuple[list[list[int]], list[str | None]]:
         """Return the tokens of each prompt of a `prompt` field, and its text, or None if it was given as tokens."""
+        if isinstance(given, list):
+            self._check_list(given)
         several = split_prompts(given)
         if len(several) > self._settings.max_texts:
             raise bad(f"prompt has {len(several)} texts; the most is {self._settings.max_texts}.", "prompt")
@@ -114,10 +116,13 @@ class Prompts:
 
     async def texts(self, tokens: Sequence[int], write: Callable[[Sequence[int]], str]) -> str:
         """Return the text of tokens; ApiError for ids that the target does not have."""
-        wrong = next((token for token in tokens if not 0 <= token < self.target.vocab_size), None)
-        if wrong is not None:
-            raise bad(f"tokens has {wrong}, but the model's go from 0 to {self.target.vocab_size - 1}.", "tokens")
-        return await self._in_thread(lambda: write(tokens))
+        def read() -> str:
+            wrong = next((token for token in tokens if not 0 <= token < self.target.vocab_size), None)
+            if wrong is not None:
+                raise bad(f"tokens has {wrong}, but the model's go from 0 to {self.target.vocab_size - 1}.", "tokens")
+            return write(tokens)
+
+        return await self._in_thread(read)
 
     def _tokens(self, prompt: Any, number: int) -> list[int]:
         try:
@@ -142,6 +147,17 @@ class Prompts:
         most = self.max_length * (self._longest_token if isinstance(text, str) else 1)
         if len(text) > most:
             raise self._too_long(param)
+
+    def _check_list(self, given: list[Any]) -> None:
+        """Refuse a list that is certainly too long before each of its entries is looked at."""
+        if given and isinstance(given[0], int):
+            self._check_size(given)
+        elif len(given) > self._settings.max_texts:
+            raise bad(f"prompt has {len(given)} texts; the most is {self._settings.max_texts}.", "prompt")
+        else:
+            for one in given:
+                if isinstance(one, list):
+                    self._check_size(one)
 
     def _too_long(self, param: str) -> ApiError:
         return bad(

@@ -14,6 +14,8 @@ from draftsmith.serving.service import Service
 from draftsmith.types import DraftsmithError
 
 log = logging.getLogger("draftsmith.serving")
+BACKLOG = 2048
+"""Connections that may wait to be accepted; uvicorn's own number."""
 LOOK_S = 0.25
 """Seconds between two checks whether the engine still works."""
 LAST_S = 1.0
@@ -72,7 +74,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address; DraftsmithError where that is not possible."""
+    """Return a socket that listens at an address; DraftsmithError where that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio switches Nagle's algorithm off only for sockets that are declared as TCP. With Nagle's algorithm, a small
     # piece of a stream waits up to 40 ms for the client to acknowledge the piece before it.
@@ -80,6 +82,7 @@ def listen(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
+        bound.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         bound.close()
         raise DraftsmithError(f"{host}:{port} cannot be listened at ({error}); choose another host or port.") from error

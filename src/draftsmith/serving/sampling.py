@@ -13,6 +13,10 @@ from draftsmith.types import DraftsmithError, SamplingParams
 
 COLDEST = 0.01
 """Below this temperature decoding is greedy, as with vLLM."""
+SEEDS = 2**63
+"""Seeds that the engine tells apart."""
+DRAWN_SEED = -1
+"""The seed that asks vLLM and llama.cpp for another text each time."""
 FIELDS = frozenset(Generation.model_fields) | {"logprobs"}
 
 
@@ -74,7 +78,7 @@ def sampling_params(
             frequency_penalty=given(fields.frequency_penalty, 0.0),
             logit_bias=_bias(fields.logit_bias, settings), max_tokens=max_tokens,
             stop=_stops(fields.stop, settings), stop_token_ids=_stop_ids(fields.stop_token_ids, settings),
-            ignore_eos=fields.ignore_eos, seed=fields.seed, n=given_whole(fields.n, 1), logprobs=logprobs,
+            ignore_eos=fields.ignore_eos, seed=_seed(fields.seed), n=given_whole(fields.n, 1), logprobs=logprobs,
             prompt_logprobs=prompt_logprobs, constraint=form.constraint, prediction=form.prediction,
         )
     except DraftsmithError as error:
@@ -94,6 +98,15 @@ def from_engine(error: DraftsmithError, field: str | None = None) -> ApiError:
     """
     word = re.match(r"\w+", str(error))
     return bad(str(error), field or (word[0] if word is not None and word[0] in FIELDS else None))
+
+
+def _seed(seed: int | None) -> int | None:
+    """Return a seed of the engine for one of 64 bits with a sign; None, which draws one, for -1, as with others."""
+    if seed is None or seed == DRAWN_SEED:
+        return None
+    if not -SEEDS <= seed < SEEDS:
+        raise bad(f"seed is {seed}; it must be from -2**63 to 2**63 - 1.", "seed")
+    return seed % SEEDS
 
 
 def _bias(bias: dict[str, Any] | None, settings: Settings) -> dict[int, float]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import AsyncEngine, Chunk, ClosedError, Engine
+from draftsmith.serving.body import Bodies
 from draftsmith.serving.errors import WAIT_S, ApiError, bad, broken, full, late
 from draftsmith.serving.health import NO_TASK, Health
 from draftsmith.serving.meter import Meter
@@ -74,7 +75,8 @@ class Service:
 
     def __init__(self, engine: Engine, settings: Settings, drafters: Mapping[str, Drafter]) -> None:
         self.settings, self.target, self.drafters = settings, engine.target, dict(drafters)
-        self.max_length = engine.max_length
+        # An engine may be given room for fewer tokens than one text of its context has.
+        self.max_length = min(engine.max_length, engine.core.limits.max_tokens)
         self.meter = Meter(engine.core, settings.name)
         self.health = Health()
         # The engine has room for every text that is let in here, even where one request alone is larger than the queue.
@@ -82,7 +84,8 @@ class Service:
         self.engine = AsyncEngine(
             engine, self.most + settings.max_texts, spare_failures=SPARE_FAILURES, on_step=self.meter.note
         )
-        self.prompts = Prompts(engine.target, engine.max_length, settings, self.most)
+        self.prompts = Prompts(engine.target, self.max_length, settings, self.most)
+        self.bodies = Bodies(settings)
         self.texts = TokenTexts(engine.target.tokenizer)
         self.inside = 0
         """How many texts the requests that are in have together."""

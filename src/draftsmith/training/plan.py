@@ -4,6 +4,7 @@ from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.targets import Target
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.sections import StageSection
+from draftsmith.training.wording import counted
 from draftsmith.types import DraftsmithError
 
 
@@ -42,10 +43,10 @@ def plan_lines(recipe: Recipe, drafter: TrainableModel) -> list[str]:
     for name, stage in (("stage 1", recipe.stage1), ("stage 2", recipe.stage2)):
         sequences = stage.batch * stage.accumulate
         lines.append(
-            f"{name}: {stage.steps} steps × {sequences} sequences, at most "
-            f"{sequences * stage_length(recipe, stage) * stage.steps:,} tokens, rate {stage.rate:g} → "
+            f"{name}: {counted(stage.steps, 'step')} × {counted(sequences, 'sequence')}, at most "
+            f"{counted(sequences * stage_length(recipe, stage) * stage.steps, 'token')}, rate {stage.rate:g} → "
             f"{stage.final_rate:g}"
         )
-    count = sum(p.numel() for p in drafter.parameters())
-    lines.append(f"drafter: {recipe.drafter.family}, {count / 1e6:.2f} M parameters, {drafter.max_depth} tokens deep")
+    count, deep = sum(p.numel() for p in drafter.parameters()), counted(drafter.max_depth, "token")
+    lines.append(f"drafter: {recipe.drafter.family}, {count / 1e6:.2f} M parameters, {deep} deep")
     return lines

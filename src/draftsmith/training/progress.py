@@ -8,6 +8,7 @@ from typing import Any
 
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.sections import StageSection
+from draftsmith.training.wording import counted
 from draftsmith.types import DraftsmithError
 
 DONE = 3
@@ -110,6 +111,16 @@ class Progress:
         self.finish_stage(recipe, self.stage_best)
         return record
 
+    def in_words(self, recipe: Recipe) -> str:
+        """Return a sentence that says where the run stands, and what is left of it."""
+        if self.stage == DONE:
+            return f"the run is done, after {counted(self.step, 'step')}: --resume would only export its drafter again."
+        end, last = self.end(recipe), self.last(recipe)
+        left = f"{counted(end - self.step, 'step')} of stage {self.stage}"
+        if last > end:
+            left += f" and {counted(last - end, 'step')} of stage 2"
+        return f"the run stands at step {self.step:,} of {last:,}: --resume would take {left}."
+
     def rest(self, recipe: Recipe, written: int) -> Work:
         """Return the remaining work, including the measurement before the first step.
 
@@ -131,9 +142,9 @@ def early_in_words(record: dict[str, Any]) -> str:
     """Return a sentence that says that a stage ended early, and why."""
     lowest, step = record["stage_loss"], record.get("goes_on_from_step")
     loss = f" or a loss on held-out text below {lowest:.3f}" if lowest is not None else ""
+    without = counted(record["measurements_since"], "measurement")
     onward = f"; stage 2 goes on from the weights of step {step}" if step is not None else ""
     return (
         f"stage {record['stage']} ended early, after {record['steps']} of {record['planned_steps']} steps: "
-        f"{record['measurements_since']} measurements in a row without a τ above {record['stage_best']:.3f}{loss}"
-        f"{onward}."
+        f"{without} in a row without a τ above {record['stage_best']:.3f}{loss}{onward}."
     )

@@ -1,13 +1,15 @@
 """The files of a run besides its checkpoints: recipe, commands, metrics, curves.
 
 `recipe.yaml` is the effective recipe and can be run again. `run.json` lists every command with its versions, the
-seconds it took, a digest of what τ is measured on and the data that were left out. `samples.jsonl` shows what is
-learnt, `metrics.jsonl` has one record per line, and `curves.png` draws the metrics.
+seconds it took, a digest of what τ is measured on and the data that were left out. `sources.json` has a hash of every
+file of the data. `samples.jsonl` shows what is learnt, `metrics.jsonl` has one record per line, and `curves.png` draws
+the metrics.
 """
 
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,15 @@ import yaml
 from draftsmith.drafters.trainable import storage
 from draftsmith.files import JsonLines, replace_text
 from draftsmith.provenance import provenance
+from draftsmith.training.data.identity import first_change, identify
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError, TargetFacts
 
 FREE_TO_CHANGE = ("output", "evaluation")
 MEASURED_ON = "measured_on"
-REPLACED = ("metrics.jsonl", "recipe.yaml", "run.json", "samples.jsonl", "generated.jsonl", "curves.png")
+REPLACED = (
+    "metrics.jsonl", "recipe.yaml", "run.json", "sources.json", "samples.jsonl", "generated.jsonl", "curves.png",
+)
 """Files that are first written under another name, and then renamed."""
 
 
@@ -56,6 +61,11 @@ class RunFolder:
         return self.path / "generated.jsonl"
 
     @property
+    def sources(self) -> Path:
+        """The file with the size and hash of every file of the data, as they were when the run began."""
+        return self.path / "sources.json"
+
+    @property
     def seconds(self) -> float | None:
         """Seconds of all commands together, each up to its last `note_time`; None if one of them did not count."""
         counted = [run["seconds"] for run in self._runs if "seconds" in run]
@@ -79,23 +89,23 @@ class RunFolder:
         """Create the folder, or open an old one; records after `resumed_step` are dropped, since they come again.
 
         Raises:
-            DraftsmithError: the folder cannot be written, or holds a run of another recipe, or one whose τ was measured
-                on other prompts.
+            DraftsmithError: the folder cannot be written, or the run in it cannot be resumed, see `check_resumable`.
         """
         self._begun = time.monotonic()
+        read = identify(self.recipe)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for name in REPLACED:
                 for leftover in self.path.glob(f".{name}.*"):  # from a command that was killed while writing
                     leftover.unlink()
             if resumed_step is not None:
-                self._check_recipe()
-                self._check_target()
-                self._check_measured_on()
+                self.check_resumable(read)
                 self._rewind(resumed_step)
             else:
-                for leftover in (self.metrics, self.generated, self.samples):
+                for leftover in (self.metrics, self.generated, self.samples, self.sources):
                     leftover.unlink(missing_ok=True)
+            if not self.sources.exists():
+                replace_text(self.sources, json.dumps(read, indent=2) + "\n")
             replace_text(self.path / "recipe.yaml", self.recipe.to_yaml())
             self._note_command(resumed_step)
         except OSError as error:
@@ -104,6 +114,21 @@ class RunFolder:
             ) from error
         if self.recipe.output.report_to == "tensorboard":
             self._board = _tensorboard(self.path, 0 if resumed_step is None else resumed_step + 1)
+
+    def check_resumable(self, read: Mapping[str, str]) -> None:
+        """Refuse to resume as another run than the one that is here; nothing is written.
+
+        Args:
+            read: what the files of the data are now, from `identify`.
+
+        Raises:
+            DraftsmithError: the recipe, the target or the data are others than when the run began, or τ was measured on
+                other prompts.
+        """
+        self._check_recipe()
+        self._check_target()
+        self._check_sources(read)
+        self._check_measured_on()
 
     def _check_recipe(self) -> None:
         kept = self.path / "recipe.yaml"
@@ -150,6 +175,15 @@ class RunFolder:
             raise DraftsmithError(
                 f"{self.facts.name!r} has other weights than when the run in {self.path} began; give the target that "
                 "it began with, or start a new run (drafter.init_from takes its weights along)."
+            )
+
+    def _check_sources(self, read: Mapping[str, str]) -> None:
+        """Refuse data of which a file is not what it was; earlier versions did not record what they were."""
+        change = first_change(storage.read_json(self.sources), read) if self.sources.exists() else None
+        if change is not None:
+            raise DraftsmithError(
+                f"{change} since the run in {self.path} began; restore the data as they were, or start a new run "
+                "(drafter.init_from takes its weights along)."
             )
 
     def _check_measured_on(self) -> None:

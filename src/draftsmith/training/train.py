@@ -37,7 +37,8 @@ def train(
         evaluate: measures a speculator by decoding; its result is logged, and has `tokens_per_step`, which chooses the
             best checkpoint and ends stages early.
         resume: continue from the last good checkpoint in output.folder.
-        dry_run: print the plan and write an initialised checkpoint only.
+        dry_run: print the plan and write an initialised checkpoint only; with `resume`, say where the run stands and
+            what is left of it.
         go_on: how to resume after Ctrl-C, for the message, if not with `resume`.
         on_drafter: receives the speculator so far before stage 2 generates, to make generating faster.
         measured_on: digest of what `evaluate` decodes; a run is not resumed with another one.
@@ -52,6 +53,6 @@ def train(
         run.go_on = go_on
     run.folder.measured_on = measured_on
     if dry_run:
-        return run.plan_only()
+        return run.plan_only(resume)
     with one_gentle_interrupt() as interrupted:
         return run.go(resume, interrupted)

@@ -17,6 +17,8 @@ from draftsmith.targets import Target
 from draftsmith.targets.loading.tokens import TokenText
 from draftsmith.training.checkpoint import BEST, Checkpoint, Checkpoints
 from draftsmith.training.data.generated import Generate
+from draftsmith.training.data.identity import identify
+from draftsmith.training.interruption import TrainingInterrupted
 from draftsmith.training.material import CENSUS, Material
 from draftsmith.training.measuring import (
     HELD_OUT_LOSS,
@@ -46,12 +48,6 @@ Foretell = Callable[[Work, TrainingStep], None]
 """Called before the first step with the work to be done, and with a step to try out that changes nothing."""
 
 
-class TrainingInterrupted(DraftsmithError):
-    """The user stopped the run; everything is saved."""
-
-    exit_code = 130
-
-
 class TrainingRun:
     """One run; subclasses that train more than the drafter override its methods."""
 
@@ -76,17 +72,24 @@ class TrainingRun:
         self.trained = self._make_trained()
         check_lengths(self.recipe, self.trained.drafter, self.target)
 
-    def plan_only(self) -> TrainingResult:
-        """Print the plan and write an untrained drafter."""
+    def plan_only(self, resume: bool) -> TrainingResult:
+        """Print the plan, of what is left if the run is to be resumed, and write an untrained drafter."""
+        if resume:
+            self.checkpoints.check_found(resume)
         self.folder.check_place(self.folder.path)
         self._build()
+        if resume:
+            self.folder.check_resumable(identify(self.recipe))
+            self.progress = Progress.of(self.checkpoints.load().progress)
         self.material.check()
         say(self.console, *plan_lines(self.recipe, self.trained.drafter))
-        self._foretell(0)
+        if resume:
+            say(self.console, self.progress.in_words(self.recipe))
+        self._foretell(self.material.written if resume else 0)
         folder = self.folder.path / "dry-run"
         self.trained.export(folder, 0)
         self.console.print(f"initialised drafter: {folder}")
-        return TrainingResult(self.folder.path, folder, 0, None, [])
+        return TrainingResult(self.folder.path, folder, self.progress.step, None, [])
 
     def _foretell(self, written: int) -> None:
         work = self.progress.rest(self.recipe, written)

@@ -14,7 +14,6 @@ from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Peer, prepare_grid, run_grid
 from draftsmith.evaluation.grid import Grid, check_peer
 from draftsmith.evaluation.prompts import Prompt
-from draftsmith.plan import NO_DRAFT
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
@@ -100,6 +99,7 @@ def bench(
     console: Console | None = None,
     on_progress: Callable[[str, int, int], None] | None = None,
     on_cells: Callable[[BenchResult], None] | None = None,
+    remeasure: bool = False,
 ) -> BenchResult:
     """Measure ms per token for each batch size and number of candidates; runs with and without drafts alternate.
 
@@ -107,7 +107,7 @@ def bench(
         target: a folder, a hub name or a `Target`; the embedded one by default.
         drafter: a folder, a hub name or a `Drafter`; by default the embedded target's own.
         grid: what to measure.
-        prompts: a file, or texts; the embedded held-out ones by default.
+        prompts: a file or folder, as training data are, or texts; the embedded held-out ones by default.
         task: use only the prompts of this task.
         peer: also time `transformers` at batch 1, in the same rounds.
         compile: how much of the step PyTorch compiles.
@@ -115,6 +115,7 @@ def bench(
         console: where loading and compiling are reported; nowhere by default.
         on_progress: receives a label, the number of runs done since the last call, and the total number of runs.
         on_cells: receives the result so far whenever some cells are done, so that an interrupted run keeps them.
+        remeasure: measure anew which drafts pay on this machine, whatever an earlier run has kept.
 
     Raises:
         DraftsmithError: settings that contradict each other, or prompts that do not fit the context.
@@ -147,10 +148,10 @@ def bench(
         console, engine, compile, tokens, lambda compiled: prepare_grid(compiled, own, grid)
     )
     best: dict[int, Engine] | None = None
-    if grid.candidates is None and grid.branching is None and not grid.choices and grid.rules == NO_DRAFT:
+    if grid.is_open:
         origin = assets.demo_drafter() if drafter is None else drafter
         name = origin if isinstance(origin, str | Path) else None
-        best = fitted_engines(engine, grid.batches, name, console) or None
+        best = fitted_engines(engine, grid.batches, name, console, anew=remeasure) or None
     where = provenance(
         target=engine.target.name, drafter=name_of(drafter, assets.DRAFTER_NAME if drafting else None),
         dtype=dtype_name(engine.target), device=str(engine.target.device), compiled=engine.compiled,

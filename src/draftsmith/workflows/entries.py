@@ -10,6 +10,7 @@ from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.registry import families, family_named
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.training.schedule import LAST_SHARE
+from draftsmith.training.wording import counted
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.choice import Choice
 from draftsmith.workflows.partition import TRAINING
@@ -91,8 +92,8 @@ class Budget:
 
     def sentence(self) -> str:
         """Return the budget in words."""
-        positions = f"{self.positions or DEFAULT_POSITIONS:,} positions"
-        each = f"{self.minutes:g} minutes" if self.minutes is not None else positions
+        positions = counted(self.positions or DEFAULT_POSITIONS, "position")
+        each = counted(self.minutes, "minute") if self.minutes is not None else positions
         return f"{each} a family, of {self.texts_read:,} texts of {self.text_tokens} tokens that the target wrote"
 
 

@@ -23,6 +23,7 @@ from draftsmith.training.progress import Work
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.sections import StageSection
 from draftsmith.training.step import TrainingStep
+from draftsmith.training.wording import counted
 
 TRIED_STEPS, TRIED_ROWS, TRIED_TOKENS = 2, 8, 8
 LOOKED_AT_BATCHES = 8
@@ -161,10 +162,10 @@ def foretold(recipe: Recipe, target: Target, pace: Pace, work: Work) -> str:
             (
                 work.second, second,
                 f"of stage 2 ({pace.second:.3f} s a step"
-                + (f", {work.texts:,} texts of the target's to write)" if work.texts else ")"),
+                + (f", {counted(work.texts, 'text')} of the target's to write)" if work.texts else ")"),
             ),
-            (work.measurements, measuring, f"of measuring τ {work.measurements} times"),
-            (work.saves, saving, f"of saving {work.saves} times"),
+            (work.measurements, measuring, f"of measuring τ {counted(work.measurements, 'time')}"),
+            (work.saves, saving, f"of saving {counted(work.saves, 'time')}"),
         ) if count
     ]
     compiled = ", reckoned without compilation" if recipe.optimizer.compile else ""

@@ -30,9 +30,10 @@ READ_PIECES = 64
 class Evaluation:
     """What τ is measured on while training: prompts per task, their length, and the new tokens after each.
 
-    `prompts` are a file or texts. None takes the held-out part of the training data, or the embedded held-out prompts
-    if the training data are embedded too. Numbers that are None default to 32 prompts in all, with at least 16 of every
-    task or source, and to lengths of 64 tokens, or less if the target's context is short.
+    `prompts` are a file or folder, as training data are, or texts. None takes the held-out part of the training data,
+    or the embedded held-out prompts if the training data are embedded too. Numbers that are None default to 32 prompts
+    in all, with at least 16 of every task or source, and to lengths of 64 tokens, or less if the target's context is
+    short.
     """
 
     prompts: Path | str | Sequence[str | Prompt] | None = None

@@ -10,6 +10,7 @@ from draftsmith.evaluation.load.arrivals import planned_times
 from draftsmith.evaluation.load.client import Client, connected
 from draftsmith.evaluation.load.drive import Level, drive
 from draftsmith.evaluation.load.metrics import detailed, summarise
+from draftsmith.evaluation.load.ready import OnWait, wait_until_ready
 from draftsmith.evaluation.load.results import settings_json
 from draftsmith.evaluation.load.settings import LoadSettings
 from draftsmith.evaluation.load.workload import Requests, body_of, gather_requests, read_texts
@@ -65,22 +66,28 @@ def measure_load(
     *,
     on_level: Callable[[LoadResult], None] = lambda result: None,
     on_progress: Progress = lambda label, done, every: None,
+    on_wait: OnWait = lambda told: None,
 ) -> LoadResult:
-    """Measure a server under every load of the settings, one after the other.
+    """Measure a server under every load of the settings, one after the other, as soon as it is ready.
 
     Args:
         on_level: called with the result so far after each level, also if it was interrupted.
         on_progress: called after each request with the level's name, the number of finished requests, and their total.
+        on_wait: called with a sentence if the server is not ready yet.
 
     Raises:
-        DraftsmithError: the server cannot be reached, refuses access, or answered no request of a level.
+        DraftsmithError: the server cannot be reached, is not ready in time, refuses access, or answered no request of a
+            level.
         KeyboardInterrupt: Ctrl-C; `on_level` has received what was measured by then.
     """
-    return asyncio.run(_measure(settings, on_level, on_progress))
+    return asyncio.run(_measure(settings, on_level, on_progress, on_wait))
 
 
-async def _measure(settings: LoadSettings, on_level: Callable[[LoadResult], None], on_progress: Progress) -> LoadResult:
+async def _measure(
+    settings: LoadSettings, on_level: Callable[[LoadResult], None], on_progress: Progress, on_wait: OnWait
+) -> LoadResult:
     texts = read_texts(settings.workload)
+    await wait_until_ready(settings.server, on_wait)
     async with connected(settings.server) as (client, model):
         result = LoadResult(client_provenance(secret=settings.server.api_key), settings_json(settings, model))
 

@@ -16,6 +16,7 @@ from draftsmith.serving.access import log_as_json
 from draftsmith.serving.run import listen, run
 from draftsmith.serving.service import Service
 from draftsmith.serving.settings import Settings
+from draftsmith.serving.starting import answering
 from draftsmith.targets import Target
 from draftsmith.workflows.fitting import fit_drafts, shape_in_words
 from draftsmith.workflows.models import Loading, load_target, name_of, open_drafter, quiet
@@ -36,11 +37,13 @@ class DraftRules:
     Args:
         plan: for every row; None takes what pays on this machine, or, with `own`, the first drafter's own plan.
         rows: the most rows at a time with which it drafts; only with a plan or `own`.
+        remeasure: measure anew what pays, whatever an earlier run has kept; only without a plan and `own`.
     """
 
     plan: Plan | None = None
     own: bool = False
     rows: int | None = None
+    remeasure: bool = False
 
 
 def serve(
@@ -59,6 +62,8 @@ def serve(
 ) -> None:
     """Serve a target until a signal comes; then new requests are refused, and running ones are finished.
 
+    While it loads, requests are refused too (503), and a signal ends it at once.
+
     Args:
         target: a folder, a hub name or a loaded `Target`; the embedded one by default, with its own drafter.
         drafters: folders, hub names or words such as `ngram`; each text gets the drafter whose guesses are accepted in
@@ -72,10 +77,11 @@ def serve(
         DraftsmithError: models that cannot be loaded, an address that cannot be used, an engine that has stopped.
     """
     console, sizes, rules = console or quiet(), sizes or Sizes(), rules or DraftRules()
+    settings = settings or Settings()
     bound = listen(host, port)
     try:
-        engine, named = make_engine(target, drafters if draft else (), draft, rules, sizes, loading, console)
-        settings = settings or Settings()
+        with answering(bound, settings):
+            engine, named = make_engine(target, drafters if draft else (), draft, rules, sizes, loading, console)
         settings = replace(
             settings, names=settings.names or (engine.target.name,), root=settings.root or root_of(target)
         )
@@ -126,7 +132,7 @@ def policy_of(
         console.print(f"[dim]Drafts: {shape_in_words(plan)}{above}.[/dim]", highlight=False)
         return Fixed(plan) if rules.rows is None else OffAbove(plan, rules.rows)
     engine = Engine(target, drafters, max_batch=sizes.max_batch, max_length=sizes.max_length)
-    return fit_drafts(engine, loaded_from, console).core.policy
+    return fit_drafts(engine, loaded_from, console, anew=rules.remeasure).core.policy
 
 
 def named(drafters: Sequence[str | Path]) -> Mapping[str, str | Path]:

@@ -17,6 +17,7 @@ from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.training.schedule import LAST_SHARE
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.terminal import say
+from draftsmith.training.wording import counted
 from draftsmith.workflows.bridge import EngineBridge
 from draftsmith.workflows.estimate import Pace, activations, free_memory, scored, try_out
 
@@ -97,14 +98,15 @@ def by_data(found: Survey, recipe: Recipe, target: Target) -> list[Choice]:
     """Choose lengths by the data's texts and the target's context, and the drafted vocabulary by the data's tokens."""
     long, middle, context = found.quantile(0.9), found.quantile(0.5), target.max_length
     length = min(LENGTH, context, max(16, long))
-    prompt = max(2, min(PROMPT_TOKENS, context // 4, middle))
+    behind = middle - 1  # an end token, which counts as one, is in no prompt
+    prompt = max(2, min(PROMPT_TOKENS, context // 4, behind))
     new = max(8, min(NEW_TOKENS, context // 2))
     choices = [
         Choice(
             "stage1.length", length,
             f"nine in ten texts have at most {long} tokens, the target's context {context}, and {LENGTH} are enough",
         ),
-        Choice("stage2.prompt_tokens", prompt, f"half of the texts have {middle} tokens or more"),
+        Choice("stage2.prompt_tokens", prompt, f"half of the texts have {behind} tokens or more"),
         Choice("stage2.new_tokens", new, f"fits the target's context of {context} behind a prompt"),
     ]
     family = family_named(recipe.drafter.family)
@@ -149,7 +151,7 @@ def by_time(found: Survey, tried: Recipe, pace: Pace, minutes: float) -> list[Ch
     first, second = tried.stage1.steps > 0, tried.stage2.steps > 0
     measurements = 1 + first + second + measurements_within(pace, minutes)
     seconds = 60 * minutes - measurements * (pace.measurement + pace.save)
-    given, choices = f"of {minutes:g} minutes (--minutes)", []
+    given, choices = f"of {counted(minutes, 'minute')} (--minutes)", []
     if first:
         share = FIRST_SHARE if second else 1.0
         steps, why = bounded(share * seconds / pace.first), f"{share:.0%} {given}, but {FEWEST_STEPS} to {MOST_STEPS}"
@@ -158,7 +160,8 @@ def by_time(found: Survey, tried: Recipe, pace: Pace, minutes: float) -> list[Ch
             passes = bounded(MOST_PASSES * windows / (tried.stage1.batch * tried.stage1.accumulate))
             if passes < steps:
                 steps = passes
-                why = f"{MOST_PASSES} passes over the data's {windows} windows; more would learn them by heart"
+                of = counted(windows, "window")
+                why = f"{MOST_PASSES} passes over the data's {of}; more would learn them by heart"
         choices.append(Choice("stage1.steps", steps, why))
     if second:
         share = 1 - FIRST_SHARE if first else 1.0

@@ -16,26 +16,40 @@ EMBEDDED = "embedded held-out prompts"
 
 
 def gather_prompts(source: "Path | str | Sequence[str | Prompt] | None", task: str | None = None) -> "list[Prompt]":
-    """Return prompts from a file or from a sequence of texts; None takes the embedded held-out ones.
+    """Return prompts from a file or folder or from a sequence of texts; None takes the embedded held-out ones.
 
     Args:
-        source: a path (JSONL with `text` or `messages` on each line, or a text file), or texts, with or without tasks.
+        source: a path, read as training data are, or texts, with or without tasks.
         task: only prompts of this task; all by default.
+
+    Raises:
+        DraftsmithError: a path without a prompt of the task, or one that cannot be read.
     """
-    from draftsmith.evaluation.prompts import Prompt, embedded_prompts, load_prompts
+    from draftsmith.evaluation.prompts import Prompt, embedded_prompts
 
     if source is None:
         return embedded_prompts(task)
     if isinstance(source, str | Path):
-        prompts = load_prompts(Path(source))
-    else:
-        prompts = [item if isinstance(item, Prompt) else Prompt("text", "", item) for item in source]
+        return read_prompts(Path(source).expanduser(), task)
+    prompts = [item if isinstance(item, Prompt) else Prompt("text", "", item) for item in source]
     chosen = [prompt for prompt in prompts if task is None or prompt.task == task]
     if not chosen:
-        place = source if isinstance(source, str | Path) else "what was given"
         known = ", ".join(sorted({prompt.task for prompt in prompts})) or "none at all"
-        raise DraftsmithError(f"{place} holds no prompt of task {task!r}; choose one of {known}.")
+        raise DraftsmithError(f"what was given holds no prompt of task {task!r}; choose one of {known}.")
     return chosen
+
+
+def read_prompts(path: Path, task: str | None) -> "list[Prompt]":
+    """Return the prompts of a task in a file or folder, read as training data are read."""
+    from draftsmith.evaluation.prompts import prompts_of
+    from draftsmith.training.data.record_files import advice_on_missing, records_at
+
+    if not path.exists():
+        raise DraftsmithError(f"{path} cannot be read, because it does not exist; {advice_on_missing(path)}")
+    try:
+        return prompts_of(records_at(path), path, task)
+    except OSError as error:
+        raise DraftsmithError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
 
 
 def fitting_conversations(

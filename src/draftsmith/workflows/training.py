@@ -18,6 +18,7 @@ from draftsmith.provenance import provenance
 from draftsmith.targets.loading.place import check_place
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data.sources import Source
+from draftsmith.training.interruption import nothing_saved_is_said
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
 from draftsmith.training.result import TrainingResult
 from draftsmith.training.run_folder import RunFolder
@@ -95,8 +96,9 @@ def train(
 
     Args:
         recipe: a YAML file, its values, or a `Recipe`. None is a small run for the given target, data or family, see
-            `starter_recipe`, with sizes chosen by target, data and machine; if none of these is given, it is the
-            second stage of the embedded speculator. With `resume`, None takes the recipe of the run in the folder.
+            `starter_recipe`, with sizes chosen by target, data and machine; if none of these is given, in the
+            overrides neither, it is the second stage of the embedded speculator. With `resume`, None takes the recipe
+            of the run in the folder.
         overrides: `section.field=value`, as on the command line.
         target: a folder or hub name that replaces the recipe's `target.name`; or a `Target`, used as it is.
         data: files or folders of text that replace the recipe's `data.sources`.
@@ -105,14 +107,15 @@ def train(
         out: folder of the run; replaces the recipe's `output.folder`.
         minutes: time limit of a run without a recipe, 20 by default.
         resume: continue the run in that folder.
-        dry_run: write an untrained drafter only.
+        dry_run: write an untrained drafter only; with `resume`, say where the run stands and what is left of it.
         evaluation: what τ is measured on.
         trust_remote_code: run the target's own code.
         console: where progress is shown; nowhere by default.
         threads: CPU threads of the whole process; by default as many as fit, see docs/native.md.
 
     Raises:
-        DraftsmithError: bad data, folder or recipe, or a loss that is not finite. TrainingInterrupted after Ctrl-C.
+        DraftsmithError: bad data, folder or recipe, or a loss that is not finite. TrainingInterrupted after Ctrl-C,
+            except after a second one in a run that has a checkpoint.
     """
     wrapped = target if target is not None and not isinstance(target, str | Path) else None
     another = target is not None or data is not None or family is not None or names_another(overrides)
@@ -130,8 +133,11 @@ def train(
         check_paths(planned, None if wrapped is not None else planned.target.name)
         if planned.drafter.init_from is not None and not resume:
             storage.require_folder(Path(planned.drafter.init_from).expanduser())
+        checkpoints = Checkpoints(Path(planned.output.folder).expanduser(), planned.output.keep)
         if not dry_run:
-            Checkpoints(Path(planned.output.folder).expanduser(), planned.output.keep).check_begin(resume)
+            checkpoints.check_begin(resume)
+        elif resume:
+            checkpoints.check_found(resume)
         if asked.prompts is not None:
             gather_prompts(asked.prompts)
 
@@ -152,47 +158,51 @@ def train(
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
     check(settled)
 
-    from draftsmith.processor import use_threads
-    from draftsmith.training.terminal import say
-    from draftsmith.training.train import train as run
-    from draftsmith.workflows.bridge import EngineBridge
-    from draftsmith.workflows.estimate import foretold, try_out
-    from draftsmith.workflows.sizes import DEFAULT_MINUTES, choose
+    with nothing_saved_is_said(Checkpoints(Path(settled.output.folder).expanduser(), settled.output.keep)):
+        from draftsmith.processor import use_threads
+        from draftsmith.training.disturbance import LONG_ESTIMATE, SHORT_PLAN, watched
+        from draftsmith.training.terminal import say
+        from draftsmith.training.train import train as run
+        from draftsmith.workflows.bridge import EngineBridge
+        from draftsmith.workflows.estimate import foretold, try_out
+        from draftsmith.workflows.sizes import DEFAULT_MINUTES, choose
 
-    note = use_threads(threads)
-    if note is not None:
-        say(shown, note)
-    frozen, dtype = settled.joint is None, settled.target.dtype
-    if not frozen and dtype == "auto":
-        dtype = "fp32"
-    loading = Loading(
-        dtype, settled.target.device, trust_remote_code, native=frozen, dtype_option="target.dtype="
-    )
-    loaded = load_target(wrapped if wrapped is not None else settled.target.name, loading, shown)
-    probe = settle(asked, settled.data, reads_embedded(settled), loaded)
-    second = settled.stage2
-    bridge = EngineBridge(
-        loaded, probe.prompts, probe.prompts_a_task, probe.new_tokens, probe.prompt_tokens,
-        {"temperature": second.temperature, "top_k": second.top_k},
-    )
-    pace: Pace | None = None
-    if starts:
-        assert isinstance(recipe, dict)
-        settled, pace = choose(
-            recipe, chosen, loaded, bridge, minutes=DEFAULT_MINUTES if minutes is None else minutes, console=shown
+        note = use_threads(threads)
+        if note is not None:
+            say(shown, note)
+        frozen, dtype = settled.joint is None, settled.target.dtype
+        if not frozen and dtype == "auto":
+            dtype = "fp32"
+        loading = Loading(
+            dtype, settled.target.device, trust_remote_code, native=frozen, dtype_option="target.dtype="
         )
-    for sentence in filter(None, (probe.sentence(), probe.warning)):
-        shown.print(sentence, highlight=False, markup=False)
+        loaded = load_target(wrapped if wrapped is not None else settled.target.name, loading, shown)
+        probe = settle(asked, settled.data, reads_embedded(settled), loaded)
+        second = settled.stage2
+        bridge = EngineBridge(
+            loaded, probe.prompts, probe.prompts_a_task, probe.new_tokens, probe.prompt_tokens,
+            {"temperature": second.temperature, "top_k": second.top_k},
+        )
+        pace: Pace | None = None
+        if starts:
+            assert isinstance(recipe, dict)
+            given_minutes = DEFAULT_MINUTES if minutes is None else minutes
+            with watched(shown, SHORT_PLAN):
+                settled, pace = choose(recipe, chosen, loaded, bridge, minutes=given_minutes, console=shown)
+        for sentence in filter(None, (probe.sentence(), probe.warning)):
+            shown.print(sentence, highlight=False, markup=False)
 
-    def foretell(work: "Work", step: "TrainingStep") -> None:
-        with shown.status("Measuring a step …"):
-            known = pace or try_out(settled, loaded, step, bridge.generate, bridge.every_prompt, bridge.new_tokens)
-        say(shown, foretold(settled, loaded, known, work))
+        def foretell(work: "Work", step: "TrainingStep") -> None:
+            known = pace
+            if known is None:
+                with watched(shown, LONG_ESTIMATE), shown.status("Measuring a step …"):
+                    known = try_out(settled, loaded, step, bridge.generate, bridge.every_prompt, bridge.new_tokens)
+            say(shown, foretold(settled, loaded, known, work))
 
-    result = run(
-        settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,
-        console=shown, on_drafter=bridge.use, foretell=foretell, measured_on=bridge.digest,
-    )
+        result = run(
+            settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,
+            console=shown, on_drafter=bridge.use, foretell=foretell, measured_on=bridge.digest,
+        )
     given = None if wrapped is not None else settled.target.name
     return TrainResult(provenance(target=loaded.name), result, probe, given, prompt_file(asked, probe, result, dry_run))
 
@@ -252,8 +262,19 @@ def final_rates(overrides: Sequence[str]) -> list[str]:
 
 
 def names_another(overrides: Sequence[str]) -> bool:
-    """Whether overrides name a family or a target, so that the embedded run would make no sense."""
-    return any(key_of(override) in ("drafter.family", "target.name") for override in overrides)
+    """Whether overrides name a family, a target or data, so that the embedded run would make no sense."""
+    return any(key_of(override) in ("drafter.family", "target.name") or names_data(override) for override in overrides)
+
+
+def names_data(override: str) -> bool:
+    """Whether an override says what to read: all sources, or where one of them is."""
+    key, _, value = override.partition("=")
+    match key.strip().split("."):
+        case ["data"]:
+            return "sources" in value  # a mapping of the section; any other value is refused
+        case ["data", "sources", *below]:
+            return not below or below[-1] in ("path", "name") or len(below) == 1
+    return False
 
 
 def family_in(family: str | None, overrides: Sequence[str]) -> str:

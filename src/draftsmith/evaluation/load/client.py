@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import socket
+import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from difflib import get_close_matches
 from types import TracebackType
@@ -23,6 +25,12 @@ except ImportError as error:
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_SECONDS = 30.0
 NOT_OFFERED = (404, 405, 501)
+NOT_YET = (502, 503, 504)
+"""The status of a server that still loads, or of a proxy before it."""
+FINAL = (socket.gaierror, ssl.SSLError)
+"""Why a connection cannot be made, and never will be: the host has no address, or speaks no TLS that can be trusted."""
+PASSING = (ssl.SSLEOFError, ssl.SSLWantReadError, ssl.SSLZeroReturnError)
+"""What is of these types, but says only that the other side closed the connection or did not answer in time."""
 SHORTEST_CHARACTERS = 32
 END_SECONDS = 0.5
 """Seconds that a server may take to end an answer after its last event; only then is the connection used again."""
@@ -57,6 +65,25 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._http.__aexit__(kind, error, trace)
+
+    async def missing(self, seconds: float) -> str:
+        """Ask once whether the server is ready; return what is missing, or "" where waiting brings no more.
+
+        That holds too for a server that has no `/ready` or does not let us ask: its other answers say more.
+
+        Args:
+            seconds: how long to wait for the answer.
+
+        Raises:
+            DraftsmithError: the host has no address, or the connection cannot be encrypted.
+        """
+        try:
+            response = await self._http.get("/ready", timeout=seconds)
+        except httpx2.HTTPError as error:
+            if any(isinstance(cause, FINAL) and not isinstance(cause, PASSING) for cause in causes(error)):
+                raise DraftsmithError(f"{self._unreachable(error)}; check --base-url.") from error
+            return self._unreachable(error)
+        return f"the server answered {response.status_code} at /ready" if response.status_code in NOT_YET else ""
 
     async def model(self) -> str:
         """Return the model to ask for: the one that was named, if the server has it, or the server's only one.
@@ -219,6 +246,14 @@ def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or the error's name if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and, one after the other, those that it came from."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
 
 
 @asynccontextmanager

@@ -30,6 +30,7 @@ class Server:
         model: None takes the server's only model.
         api_key: sent as a bearer token; never written to a result.
         timeout: seconds without a byte after which a request counts as failed.
+        ready_timeout: most seconds to wait until the server is ready; 0 does not ask whether it is.
     """
 
     base_url: str
@@ -37,6 +38,7 @@ class Server:
     endpoint: Endpoint = "completions"
     api_key: str | None = field(default=None, repr=False)
     timeout: float = 600.0
+    ready_timeout: float = 600.0
 
     def __post_init__(self) -> None:
         given = self.base_url
@@ -57,6 +59,8 @@ class Server:
             raise DraftsmithError(f"--endpoint is {self.endpoint!r}; choose completions or chat.")
         if not self.timeout > 0:
             raise DraftsmithError(f"--timeout is {self.timeout:g}; give seconds above 0.")
+        if not self.ready_timeout >= 0:
+            raise DraftsmithError(f"--ready-check-timeout-sec is {self.ready_timeout:g}; give 0 or more seconds.")
         if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.isprintable()):
             raise DraftsmithError("--api-key holds characters that no HTTP header can carry; give it as it was issued.")
 

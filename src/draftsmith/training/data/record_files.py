@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
@@ -59,19 +60,37 @@ def _is_binary(file: Path) -> bool:
         raise DraftsmithError(f"{file} cannot be read ({error.strerror}); check its permissions.") from error
 
 
+def records_at(path: Path) -> Iterator[Located]:
+    """Yield the records of a file or of the files in a folder, read as a source of training data.
+
+    Raises:
+        DraftsmithError: a file that is no text, or is broken; one that is named by itself has to be UTF-8 throughout.
+    """
+    for file in files_of(path)[0]:
+        yield from records_in(file, strict=not path.is_dir())
+
+
 def documents_in(file: Path) -> Iterator[Document]:
     """Yield the documents in a file; its name says of which kind it is."""
     for record, where in records_in(file):
         yield read_record(record, where)
 
 
-def records_in(file: Path) -> Iterator[Located]:
-    """Yield the records of a file, with all their fields; a file of plain text is one record with a `text`."""
+def records_in(file: Path, strict: bool = False) -> Iterator[Located]:
+    """Yield the records of a file, with all their fields; a file of plain text is one record with a `text`.
+
+    Args:
+        strict: bytes that are not UTF-8 are refused; otherwise a mark stands in their place.
+    """
+    errors = "strict" if strict else "replace"
     if file.name.endswith(JSON_LINES):
-        return _json_lines(file)
+        return _json_lines(file, errors)
     if file.suffix == ".parquet":
         return _parquet(file)
-    text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        text = file.read_text(encoding="utf-8", errors=errors)
+    except UnicodeDecodeError as error:
+        raise DraftsmithError(f"{file} is not UTF-8 text; convert it, or give another file.") from error
     if file.suffix == ".json" and (records := _records(text, file)):
         return _json_list(records, file)
     return iter([({"text": text}, str(file))])
@@ -122,29 +141,31 @@ def _json_list(records: list[Any], file: Path) -> Iterator[Located]:
         yield record, where
 
 
-def _open_text(path: Path) -> TextIO:
+def _open_text(path: Path, errors: str) -> TextIO:
     if path.name.endswith(".xz"):
         return lzma.open(path, "rt", encoding="utf-8")
     if path.name.endswith(".gz"):
         return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8", errors="replace")
+    return path.open(encoding="utf-8", errors=errors)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, errors: str) -> Iterator[str]:
     # Nothing is yielded inside the try: a generator that is dropped would run its handlers while Python shuts down.
-    with _open_text(path) as lines:
+    with _open_text(path, errors) as lines:
         while True:
             try:
                 line = next(lines, None)
-            except (EOFError, lzma.LZMAError, gzip.BadGzipFile, UnicodeDecodeError) as error:
+            except UnicodeDecodeError as error:
+                raise DraftsmithError(f"{path} is not UTF-8 text ({error}); convert it, or fetch it again.") from error
+            except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
                 raise DraftsmithError(f"{path} is cut short or broken ({error}); fetch it again.") from error
             if line is None:
                 return
             yield line
 
 
-def _json_lines(path: Path) -> Iterator[Located]:
-    for number, line in enumerate(_lines(path), 1):
+def _json_lines(path: Path, errors: str) -> Iterator[Located]:
+    for number, line in enumerate(_lines(path, errors), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number},"
@@ -162,14 +183,22 @@ def _parquet(path: Path) -> Iterator[Located]:
         from pyarrow import parquet
     except ImportError as error:
         raise DraftsmithError(f"reading {path} needs pyarrow; install draftsmith[train].") from error
-    for batch in parquet.ParquetFile(path).iter_batches():
+    try:
+        batches = parquet.ParquetFile(path).iter_batches()
+    except ValueError as error:  # pyarrow's own kind of exception is one
+        raise DraftsmithError(f"{path} is no parquet file ({error}); fetch it again.") from error
+    for batch in batches:
         for record in batch.to_pylist():
             yield record, str(path)
 
 
 def missing_file(path: Path) -> DraftsmithError:
     """Return the error for a path that does not exist; it names the most similar path that does."""
+    return DraftsmithError(f"data file {path} does not exist; {advice_on_missing(path)}")
+
+
+def advice_on_missing(path: Path) -> str:
+    """Return what to do about a path that does not exist, as the end of a sentence."""
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, siblings, n=1)
-    hint = f"did you mean {path.parent / near[0]}?" if near else "check the path."
-    return DraftsmithError(f"data file {path} does not exist; {hint}")
+    return f"did you mean {path.parent / near[0]}?" if near else "check the path."
