@@ -1,5 +1,6 @@
 """The policy that drafts what pays: by a profile of the machine, and by how often guesses stayed so far."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -276,9 +277,12 @@ def test_several_rows_go_on_where_drafts_pay_at_all_until_others_join():
         for _ in range(steps):
             found += alike(policy, rows, 1)
             policy.timed(drafted if found[-1] else plain)
+            labels[found[-1]].add(policy.reasons(load(len(rows)), rows)[0].label)
         return found
 
+    labels = defaultdict[int, set[str]](set)
     assert sum(go_on(rows, 100)) == 100 - REMINDERS, "plain steps are timed once"
+    assert labels == {0: {"probing"}, 1: {"pays"}}, "and are not said to pay"
     drafted = 0.002 / 1.04
     depths = go_on(rows, 1200)
     reminders = 1200 // (NARROW_WAIT + REMINDERS)

@@ -25,7 +25,7 @@ from draftsmith.engine.known import Known
 from draftsmith.engine.learnt import Learnt
 from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
-from draftsmith.engine.reasons import NEVER, Reason
+from draftsmith.engine.reasons import NEVER, TIMING, Reason
 from draftsmith.engine.reminders import Reminders
 from draftsmith.engine.settling import PATIENCE, Settling
 from draftsmith.engine.step_costs import StepCosts
@@ -309,7 +309,9 @@ class Fitted(Policy):
         switch = PATIENCE if len(rows) == 1 or all(new) else SWITCH
         crowd.arm = self._settling.settle(crowd, offer, patience, switch, passed)
         self._taken = self._reminders.plan(crowd.arm, self._settling.is_on_trial(crowd), count, values, price, spent)
-        reason = self._explaining.reason(crowd, values, price, spent, count, self._tokens, patience, usual)
+        reason: Reason = TIMING
+        if self._taken == crowd.arm:
+            reason = self._explaining.reason(crowd, values, price, spent, count, self._tokens, patience, usual)
         self._reasons = [reason] * len(rows)
         for row in known:
             row.arm = self._taken

@@ -206,4 +206,5 @@ def shape_in_words(plan: Plan) -> str:
 ASKED = Said("asked", "asked for by the request")
 EXPECTED = Said("prediction", "the text keeps to the prediction of its request")
 FIXED = Said("fixed", "the plan that is always taken here")
+TIMING = Said("probing", "some steps by another plan or without one, to see what they take now")
 NEVER = Said("never_pays", "no draft: on this machine no plan of any drafter pays")
