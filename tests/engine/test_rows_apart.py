@@ -152,7 +152,11 @@ class Drafting:
 
 def test_drafts_go_on_after_plain_steps_that_came_only_to_be_timed():
     world = Drafting()
-    drafting = [world.step(load(8)) for _ in range(600)]
+    drafting, labels = list[int](), dict[int, set[str]]()
+    for _ in range(600):
+        drafting.append(world.step(load(8)))
+        labels.setdefault(drafting[-1], set()).update(why.label for why in world.policy.reasons(load(8), world.rows))
+    assert labels[0] == {"probing"}, "such a step is not said to pay"
     reminders = [step for step, rows in enumerate(drafting) if not rows]
     assert reminders and len(reminders) < 0.04 * len(drafting)
     assert all(rows in (0, 8) for rows in drafting) and drafting[reminders[-1] + 1] == 8

@@ -33,7 +33,8 @@ def found(path: Path, task: str | None = None) -> list[tuple[str, str, bool]]:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("p.jsonl", LINES.encode()), ("p.ndjson", LINES.encode()), ("p.jsonl.gz", gzip.compress(LINES.encode())),
+        ("p.jsonl", LINES.encode()), ("p.ndjson", LINES.encode()),
+        ("p.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)),
         ("p.jsonl.xz", lzma.compress(LINES.encode())), ("p.json", json.dumps(RECORDS).encode()),
     ],
 )
@@ -71,8 +72,11 @@ def test_a_folder_and_a_parquet_file_give_prompts(tmp_path: Path):
         ("p.txt", b"  \n", r"p\.txt holds no text; give one with at least one prompt"),
         ("p.txt", b"\xff\xfe\xff", r"p\.txt is not UTF-8 text; convert it"),
         ("p.bin", b"a\0b", r"p\.bin is no text; give text in UTF-8, \.jsonl"),
-        ("p.jsonl.gz", gzip.compress(LINES.encode() * 99)[:-20], r"p\.jsonl\.gz is cut short or broken"),
-        ("p.jsonl.gz", gzip.compress(LINES.encode())[:10] + b"\xff" * 20, r"p\.jsonl\.gz is cut short or broken"),
+        ("p.jsonl.gz", gzip.compress(LINES.encode() * 99, mtime=0)[:-20], r"p\.jsonl\.gz is cut short or broken"),
+        (
+            "p.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)[:10] + b"\xff" * 20,
+            r"p\.jsonl\.gz is cut short or broken",
+        ),
     ],
 )
 def test_what_is_no_prompt_is_named(tmp_path: Path, name: str, content: bytes, words: str):

@@ -312,6 +312,34 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
            "attend in blocks" + what + " at" + sizes({i}));
 }
 
+// Numbers at which rounding to bf16 and exponentials could go wrong, in every place of a row.
+void strange_numbers(const Kernels& k) {
+  const float infinity = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  const float largest = std::numeric_limits<float>::max(), least = std::numeric_limits<float>::min();
+  const float strange[] = {0.0f, -0.0f, infinity, -infinity, nan, -nan, largest, -largest, least, -least,
+                           1.0f + 0x1p-8f, 1.0f + 0x3p-8f, 1.0f + 0x1p-8f + 0x1p-23f, least / 2, -least / 64};
+  constexpr int64_t kCount = 16 + 7;
+  for (const float value : strange)
+    for (int64_t at = 0; at < kCount; ++at) {
+      Exact<float> x(kCount), ones(kCount);
+      Exact<bf16> out(kCount), gated(kCount);
+      for (int64_t i = 0; i < kCount; ++i) x[i] = i == at ? value : 1.0f, ones[i] = 1.0f;
+      k.narrow_row(x.data(), kCount, out.data());
+      k.silu_times(x.data(), ones.data(), kCount, gated.data());
+      // Some instructions take for 0 what is below the least normal number.
+      const bool is_tiny = value != 0 && std::abs(value) < least;
+      const bool rounds = std::isnan(value) ? std::isnan(widen(out[at])) : out[at] == narrow(value);
+      EXPECT(rounds || (is_tiny && widen(out[at]) == 0), k.name, "narrow_row of " + std::to_string(value) + sizes({at}));
+      const double gate = through_bf16(value), right = gate / (1 + std::exp(-gate)), found = widen(gated[at]);
+      const bool is_silu = std::isnan(right) ? std::isnan(found) :
+                           found == right || std::abs(found - right) <= 0x1p-7 * std::abs(right) + least;
+      EXPECT(is_silu || value < -1000, k.name, "silu_times of " + std::to_string(value) + sizes({at}));
+      for (int64_t i = 0; i < kCount; ++i)
+        EXPECT(i == at || (out[i] == narrow(1.0f) && gated[i] == gated[at ? 0 : 1]), k.name,
+               "a neighbour of " + std::to_string(value) + sizes({at, i}));
+    }
+}
+
 void elementwise(const Kernels& k, int64_t count) {
   Exact<bf16> x(count), weight(count), out(count);
   Exact<float> gate(count), up(count);
@@ -537,6 +565,7 @@ int main(int count, char** words) {
     attention(k, 2, 71, 16, 16, 20, 1000, false, false);
     for (const int64_t pairs : {0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 40, 65})
       for (const int64_t gap : {0, 1, 2, 33}) panels(k, pairs, gap);
+    strange_numbers(k);
     for (const int64_t count : {1, 2, 15, 16, 17, 31, 32, 48, 63, 64, 65, 127, 128, 129, 513, 1100}) {
       elementwise(k, count);
       largest(k, count);

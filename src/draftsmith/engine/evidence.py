@@ -229,7 +229,7 @@ class Evidence:
         return self.trial > 0
 
     def _left_after(self, steps: int) -> int:
-        """Return how many steps of a trial are left after so many; it ends early if all guesses failed."""
+        """Return how many steps of a trial are left after so many; after `HOPELESS` none if all guesses failed."""
         left = max(0, self.trial - steps)
         return 0 if self.guessed and not self.hit and TRIAL - left >= HOPELESS else left
 

@@ -222,7 +222,7 @@ class Fitted(Policy):
         if any(taken) and self._reminder_is_due(load, rows, known, price * budget.step_s(0.0) / count):
             for row in known:
                 row.interrupt()
-            taken, added_s = [0] * len(known), 0.0
+            taken, added_s, self._reasons = [0] * len(known), 0.0, [TIMING] * len(known)
         elif not any(taken):
             self._resting = list(rows), len(rows[0].accepted)
             waits = (

@@ -76,12 +76,12 @@ class Learnt:
         told = {row.sampled for row in taught}
         kinds = told if len(running) == len(rows) else {history.sampled for history in rows}
         usual = {sampled: self._usual(sampled) for sampled in kinds}
-        for row in taught:  # what it showed itself is among what all have shown, which makes it a little less cautious
-            row.usual = usual[row.sampled]
-            self._settle(row)
         for row, _ in running:
             if row.sampled in told:
                 self._hear(row, usual[row.sampled])
+        for row in taught:  # what it showed itself is among what all have shown, which makes it a little less cautious
+            row.usual = usual[row.sampled]
+            self._settle(row)
         if len(running) == len(rows):
             return [row for row, _ in running]
         return [self._rows.get(history) or self._begin(history, usual[history.sampled]) for history in rows]
@@ -96,14 +96,15 @@ class Learnt:
         return row
 
     def _hear(self, row: RowEvidence, usual: list[Usual]) -> None:
-        """Let guessers that were never tried in a row do as they do in other rows."""
+        """Expect of guessers that were never tried in a row what is known of them by now, if that has changed."""
         for number, own in enumerate(row.evidence):
             if own.is_untried and row.usual[number] != usual[number]:
                 row.usual = [*row.usual[:number], usual[number], *row.usual[number + 1 :]]
                 own.odds, own.growth, own.length = self._stand(number, usual[number])
 
     def _stand(self, number: int, usual: Usual) -> OneStand:
-        """Return what a guesser is expected to do in a text in which it was never tried."""
+        """Return how often a guesser's guesses stay in a text in which it was never tried, and the rest of `OneStand`.
+        """
         own = Evidence()
         own.settle(usual, self._tables[number] or ODDS)
         return own.stand

@@ -130,11 +130,13 @@ class Scheduler:
         more = self.blocks.findable(request.prompt, request.namespace) + BLOCK
         if more >= len(request.prompt):
             return False  # all that can be shared is stored already
-        begin = request.prompt[:more]
+        begin, block = request.prompt[:more], request.prompt[more - BLOCK : more]
         for other in self.reading:
             if other is request:
                 return False
-            if other.namespace == request.namespace and other.prompt[:more] == begin:
+            # The block that would be new first, since most prompts differ there.
+            alike = other.namespace == request.namespace and other.prompt[more - BLOCK : more] == block
+            if alike and other.prompt[:more] == begin:
                 return True
         return False
 
