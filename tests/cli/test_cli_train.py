@@ -185,7 +185,7 @@ def test_a_plan_that_other_programs_disturbed_is_said_to_be_one(
         monkeypatch.setattr(disturbance, "BUSY", busy)
         planned = run(*words, "--out", tmp_path / "run")
         assert planned.exit_code == 0, planned.output
-        assert ("while steps were timed, so the plan may be shorter than" in said(planned)) == expected
+        assert ("while steps were timed, so the plan may have fewer steps than" in said(planned)) == expected
         assert "estimate may be too long" not in said(planned), "one sentence is enough"
         estimated = run(*sized, "--out", tmp_path / "sized")
         assert estimated.exit_code == 0, estimated.output

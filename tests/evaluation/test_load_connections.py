@@ -2,13 +2,18 @@
 
 import asyncio
 import json
+import socket
+import time
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import pytest
 
 from draftsmith.evaluation.load.client import END_SECONDS, Client
 from draftsmith.evaluation.load.records import Record
 from draftsmith.evaluation.load.settings import Server
+from draftsmith.types import DraftsmithError
 
 Answer = Callable[[asyncio.StreamWriter, int], Awaitable[bool]]
 """Answers the nth request of a connection; returns whether the connection goes on."""
@@ -147,3 +152,55 @@ def test_who_only_closes_connections_may_become_ready(scheme: str):
                 return await client.missing(20.0)
 
     assert "127.0.0.1" in asyncio.run(main())
+
+
+def test_a_question_takes_no_longer_than_it_may_though_the_answer_trickles():
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            for letter in b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n":
+                writer.write(bytes([letter]))
+                await writer.drain()
+                await asyncio.sleep(0.1)
+        except ConnectionError:
+            pass  # the client left
+        finally:
+            writer.close()
+
+    async def main() -> str:
+        async with await asyncio.start_server(trickle, "127.0.0.1", 0) as trickling:
+            port = trickling.sockets[0].getsockname()[1]
+            async with Client(Server(f"http://127.0.0.1:{port}")) as client:
+                return await client.missing(0.5)
+
+    begun = time.monotonic()
+    assert "did not answer in time" in asyncio.run(main())
+    assert time.monotonic() - begun < 3  # the whole answer takes 5 seconds
+
+
+class Nameless(asyncio.SelectorEventLoop):
+    """An event loop for which no host has an address, for the same reason always."""
+
+    def __init__(self, reason: int) -> None:
+        super().__init__()
+        self.reason = reason
+
+    async def getaddrinfo(self, *host: Any, **options: Any) -> Any:
+        raise socket.gaierror(self.reason, "no address")
+
+
+async def ask_nobody() -> str:
+    async with Client(Server("http://nobody.invalid:8000")) as client:
+        return await client.missing(20.0)
+
+
+def test_a_name_that_cannot_be_looked_up_for_now_may_get_an_address():
+    """That of a container that is not up yet."""
+    with asyncio.Runner(loop_factory=partial(Nameless, socket.EAI_AGAIN)) as runner:
+        assert "nobody.invalid:8000 cannot be reached" in runner.run(ask_nobody())
+
+
+@pytest.mark.parametrize("reason", [socket.EAI_NONAME, socket.EAI_FAIL])
+def test_a_name_without_an_address_is_final(reason: int):
+    refused = pytest.raises(DraftsmithError, match="cannot be reached .*check --base-url")
+    with asyncio.Runner(loop_factory=partial(Nameless, reason)) as runner, refused:
+        runner.run(ask_nobody())

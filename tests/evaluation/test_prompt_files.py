@@ -12,6 +12,8 @@ from draftsmith.cli import app
 from draftsmith.evaluation.prompts import load_prompts
 from draftsmith.targets.token_ids import Conversation
 from draftsmith.training.data.record_files import records_at
+from draftsmith.training.data.sources import Source
+from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.sources import gather_prompts
 from tests.helpers.tiny import save_tiny_target
@@ -90,6 +92,20 @@ def test_a_broken_parquet_file_is_named(tmp_path: Path):
     (tmp_path / "p.parquet").write_bytes(b"PAR1 no more")
     with pytest.raises(DraftsmithError, match=r"p\.parquet is no parquet file .*; fetch it again"):
         list(records_at(tmp_path / "p.parquet"))
+
+
+def test_damage_within_a_parquet_file_is_named(tmp_path: Path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "p.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([{"text": f"{i} fox {i * i}"} for i in range(500)]), path)
+    content = bytearray(path.read_bytes())
+    content[200:400] = bytes(200)
+    path.write_bytes(content)
+    words = r"p\.parquet is a damaged parquet file \(\w.*\); fetch it again"
+    with pytest.raises(DraftsmithError, match=words):
+        gather_prompts(path)
+    with pytest.raises(DraftsmithError, match=words):
+        list(Source(SourceSection(path=str(path)), held_out_every=0, piece_characters=100).pieces())
 
 
 def test_what_is_not_there_is_named(tmp_path: Path):

@@ -124,6 +124,8 @@ def test_the_description_of_the_routes_is_whole():
         assert name in schemas
     body = told["paths"][COMPLETION]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"prompt", "speculation", "explain", "smooth"} <= set(body["properties"])
+    asked = [path["post"] for path in told["paths"].values() if "post" in path]
+    assert len(asked) == 6 and all("429" in one["responses"] for one in asked), "large bodies may find no room"
 
 
 def test_too_many_header_fields():

@@ -190,7 +190,8 @@ def test_calls_and_results_reach_the_template_and_are_counted():
     [
         ({"content": "no such city", "is_error": True}, "Error: no such city"),
         ({"content": [{"type": "text", "text": "no"}], "is_error": True}, "Error: no"),
-        ({"content": "error 7", "is_error": True}, "error 7"), ({"is_error": True}, "Error: the tool failed."),
+        ({"content": "ERROR: 7", "is_error": True}, "ERROR: 7"), ({"is_error": True}, "Error: the tool failed."),
+        ({"content": "error-free build", "is_error": True}, "Error: error-free build"),
         ({"content": "rain", "is_error": False}, "rain"), ({"content": "rain", "is_error": None}, "rain"), ({}, ""),
     ],
 )

@@ -2,16 +2,18 @@
 
 import asyncio
 import gc
+import threading
 from collections.abc import AsyncGenerator
 from typing import Any
 
+import httpx
 import pytest
 from starlette.requests import Request
 
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.serving.body import SMALL_BYTES, Bodies
 from draftsmith.serving.delta import Delta
-from draftsmith.serving.errors import ApiError
+from draftsmith.serving.errors import WAIT_S, ApiError
 from draftsmith.serving.meter import Histogram
 from draftsmith.serving.metrics import buckets_of
 from draftsmith.serving.openai_fields import CompletionFields
@@ -21,7 +23,7 @@ from draftsmith.serving.speculation import read_plan
 from draftsmith.serving.tally import Tally, plan_in_words
 from draftsmith.serving.token_texts import TokenTexts
 from draftsmith.types import DraftsmithError
-from tests.serving.toy import target
+from tests.serving.toy import listening, make_service, target
 
 
 @pytest.mark.parametrize(
@@ -136,7 +138,7 @@ def test_others_go_on_while_a_large_body_is_read(unit: str):
 
         going = asyncio.create_task(others())
         try:
-            return await Bodies(Settings()).read(request_with(body), CompletionFields), turns
+            return await Bodies(Settings(), 1).read(request_with(body), CompletionFields), turns
         finally:
             going.cancel()
 
@@ -149,9 +151,39 @@ def test_mistakes_in_small_and_large_bodies_are_told_alike(size: int):
     space = b" " * size
     for body, told in ((b'{"prompt":[' + space, "is not JSON"), (b'{"seed":"1"' + space + b"}", "seed: ")):
         with pytest.raises(ApiError, match=told) as refused:
-            asyncio.run(Bodies(Settings()).read(request_with(body), CompletionFields))
+            asyncio.run(Bodies(Settings(), 1).read(request_with(body), CompletionFields))
         assert refused.value.status == 400
         assert gc.isenabled()
+
+
+def test_large_bodies_beyond_the_most_are_refused_until_one_is_read():
+    small, large = b'{"prompt":"x"}', b'{"prompt":"x"' + b" " * SMALL_BYTES + b"}"
+    bodies = Bodies(Settings(), 2)
+
+    async def read(*given: bytes) -> list[CompletionFields | BaseException]:
+        reads = [bodies.read(request_with(body), CompletionFields) for body in given]
+        return await asyncio.gather(*reads, return_exceptions=True)
+
+    *taken, refused, beside = asyncio.run(read(large, large, large, small))
+    assert isinstance(refused, ApiError) and "2 large bodies wait" in refused.message
+    assert (refused.status, refused.code, refused.retry_after) == (429, "queue_full", WAIT_S)
+    taken += [beside, *asyncio.run(read(large, large))]
+    assert [isinstance(one, CompletionFields) for one in taken] == [True] * 5
+
+
+def test_the_thread_of_large_bodies_ends_with_the_server():
+    def reading() -> set[threading.Thread]:
+        return {one for one in threading.enumerate() if one.name.startswith("draftsmith-bodies")}
+
+    before, service = reading(), make_service()
+    with listening(service) as url:
+        body = b'{"prompt":"x"' + b" " * SMALL_BYTES + b"}"
+        answer = httpx.post(f"{url}/tokenize", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 200
+        (thread,) = reading() - before
+    thread.join(10)
+    assert not thread.is_alive()
+    del service  # kept until here: a thread whose executor nobody has any more ends by itself
 
 
 def request_with(body: bytes) -> Request:

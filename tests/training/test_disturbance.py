@@ -19,7 +19,7 @@ def told(others: float | None) -> str:
 def test_what_others_took_is_said_once_it_matters():
     for others in (None, 0.0):
         assert told(others) == ""
-    assert "so the plan may be shorter than it need be; start again" in told(1e6)
+    assert "so the plan may have fewer steps than would fit into the time; start again" in told(1e6)
     assert disturbance_in_words(2 * BUSY, 2, "so.") is None
     assert disturbance_in_words(1.26, 2, "so.") == "Other programs took 1.3 of 2 cores while steps were timed, so."
     assert disturbance_in_words(7.0, 1, "so.") == "Other programs took 1.0 of 1 core while steps were timed, so."

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,8 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with service.engine:
-            yield
+            with closing(service.bodies):
+                yield
 
     app = FastAPI(
         title="Draftsmith", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,

@@ -23,8 +23,8 @@ STATUSES = {
     504: "The time for the request is up.",
 }
 OF_EVERY_ROUTE = (401, 408, 431, 500)
-OF_BODIES = (400, 404, 408, 413, 415)
-OF_TEXTS = (429, 503, 504)
+OF_BODIES = (400, 404, 408, 413, 415, 429)
+OF_TEXTS = (503, 504)
 ANSWERS: Mapping[str, tuple[str, ...]] = {
     "/v1/completions": ("id", "object", "created", "model", "choices", "usage"),
     "/v1/chat/completions": ("id", "object", "created", "model", "choices", "usage"),

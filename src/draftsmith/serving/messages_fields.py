@@ -164,7 +164,7 @@ def _result(block: Block, where: str, names: dict[str, str]) -> Message:
     if name is None:
         raise bad(f"{where} has a tool_result whose tool_use_id names no tool_use before it; name one.", "messages")
     text = plain_text(block.content, where)
-    if block.is_error and not text.lower().startswith("error"):
+    if block.is_error and not text.lower().startswith("error:"):
         # Chat templates have no other place for it.
         text = f"Error: {text or 'the tool failed.'}"
     return Message(role="tool", content=text, name=name, tool_call_id=block.tool_use_id)

@@ -85,7 +85,7 @@ class Service:
             engine, self.most + settings.max_texts, spare_failures=SPARE_FAILURES, on_step=self.meter.note
         )
         self.prompts = Prompts(engine.target, self.max_length, settings, self.most)
-        self.bodies = Bodies(settings)
+        self.bodies = Bodies(settings, self.most)
         self.texts = TokenTexts(engine.target.tokenizer)
         self.inside = 0
         """How many texts the requests that are in have together."""

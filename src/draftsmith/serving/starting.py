@@ -34,8 +34,8 @@ async def not_yet(scope: Scope, receive: Receive, send: Send) -> None:
 def answering(bound: socket, settings: Settings) -> Iterator[None]:
     """Refuse requests with 503 until the block ends; those that come between its end and the real server wait.
 
-    The answers come from an event loop in a thread of its own, which has no work while nobody asks. Signals are left
-    as they are.
+    The answers come from an event loop in a thread of its own, which has next to no work while nobody asks. Signals
+    are left as they are.
 
     Args:
         bound: a socket that listens; it still does so afterwards.

@@ -9,7 +9,8 @@ from draftsmith.processor import BUSY, Watch, usable_cores
 from draftsmith.training.terminal import say
 
 SHORT_PLAN = (
-    "so the plan may be shorter than it need be; start again when they are done, or set stage1.steps and stage2.steps."
+    "so the plan may have fewer steps than would fit into the time; start again when they are done, or set "
+    "stage1.steps and stage2.steps."
 )
 LONG_ESTIMATE = "so the estimate may be too long; the run itself takes as many steps as without them."
 

@@ -14,7 +14,7 @@ class TrainingInterrupted(DraftsmithError):
 
 
 @contextmanager
-def nothing_saved_is_said(checkpoints: Checkpoints) -> Iterator[None]:
+def interrupted_before_a_checkpoint(checkpoints: Checkpoints) -> Iterator[None]:
     """Say at a Ctrl-C inside the `with` block that there is nothing to go on from, unless there is a checkpoint.
 
     Raises:

@@ -31,6 +31,7 @@ from draftsmith.dtypes import resolve_dtype
 from draftsmith.targets import Target
 from draftsmith.targets.loading.support import LABEL
 from draftsmith.training.data.batches import Task, as_training_batch
+from draftsmith.training.data.identity import TARGET_FOLDER
 from draftsmith.training.data.windows import FIRST_LEARNT
 from draftsmith.training.optimizer import set_rate
 from draftsmith.training.recipe import Recipe
@@ -42,7 +43,6 @@ from draftsmith.training.trainer import TrainingRun
 from draftsmith.types import DraftsmithError, TargetFacts
 
 TARGET_FILE = "target.safetensors"
-TARGET_FOLDER = "target"
 
 
 class JointStep(TrainingStep):

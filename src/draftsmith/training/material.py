@@ -96,7 +96,7 @@ class Material:
 
     def _given_text(self, texts: str) -> GeneratedText:
         return GeneratedText.of(
-            Path(texts), self.recipe.stage2, self._seed, vocabulary=self.target.vocab_size,
+            Path(texts).expanduser(), self.recipe.stage2, self._seed, vocabulary=self.target.vocab_size,
             context=self.target.max_length,
         )
 

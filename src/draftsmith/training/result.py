@@ -11,8 +11,9 @@ class TrainingResult:
 
     `best` is the highest τ, or in joint training the last, and `best_step` is where it was measured.
     `ended_early` has a record of every stage that ended before its last step. `target` is the folder of the changed
-    target if the recipe changes it. `seconds` is the time of all commands that trained this run; a killed command
-    counts up to its last checkpoint. It is None if a command did not count its time.
+    target if the recipe changes it. After a dry run `drafter` is untrained, or a checkpoint of the run that was to be
+    resumed. `seconds` is the time of all commands that trained this run; a killed command counts up to its last
+    checkpoint. It is None if a command did not count its time.
     """
 
     folder: Path

@@ -37,8 +37,8 @@ def train(
         evaluate: measures a speculator by decoding; its result is logged, and has `tokens_per_step`, which chooses the
             best checkpoint and ends stages early.
         resume: continue from the last good checkpoint in output.folder.
-        dry_run: print the plan and write an initialised checkpoint only; with `resume`, say where the run stands and
-            what is left of it.
+        dry_run: print the plan and write an initialised checkpoint only; with `resume`, write nothing, and say where
+            the run stands and what is left of it.
         go_on: how to resume after Ctrl-C, for the message, if not with `resume`.
         on_drafter: receives the speculator so far before stage 2 generates, to make generating faster.
         measured_on: digest of what `evaluate` decodes; a run is not resumed with another one.

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress as Bars
 
 from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.drafters.trainable.storage import standing
 from draftsmith.targets import Target
 from draftsmith.targets.loading.tokens import TokenText
 from draftsmith.training.checkpoint import BEST, Checkpoint, Checkpoints
@@ -73,7 +74,11 @@ class TrainingRun:
         check_lengths(self.recipe, self.trained.drafter, self.target)
 
     def plan_only(self, resume: bool) -> TrainingResult:
-        """Print the plan, of what is left if the run is to be resumed, and write an untrained drafter."""
+        """Print the plan, and write an untrained drafter.
+
+        Of a run that is to be resumed, print what is left and write nothing; the result's drafter is its best
+        checkpoint, or the last one.
+        """
         if resume:
             self.checkpoints.check_found(resume)
         self.folder.check_place(self.folder.path)
@@ -86,9 +91,13 @@ class TrainingRun:
         if resume:
             say(self.console, self.progress.in_words(self.recipe))
         self._foretell(self.material.written if resume else 0)
-        folder = self.folder.path / "dry-run"
-        self.trained.export(folder, 0)
-        self.console.print(f"initialised drafter: {folder}")
+        if resume:
+            best, step = self.progress.best_step, self.progress.step
+            folder = standing(self.checkpoints.at(step if best not in self.checkpoints.steps() else best))
+        else:
+            folder = self.folder.path / "dry-run"
+            self.trained.export(folder, 0)
+            self.console.print(f"initialised drafter: {folder}")
         return TrainingResult(self.folder.path, folder, self.progress.step, None, [])
 
     def _foretell(self, written: int) -> None:

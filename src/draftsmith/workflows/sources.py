@@ -49,7 +49,7 @@ def read_prompts(path: Path, task: str | None) -> "list[Prompt]":
     try:
         return prompts_of(records_at(path), path, task)
     except OSError as error:
-        raise DraftsmithError(f"{path} cannot be read ({error.strerror}); check its permissions.") from error
+        raise DraftsmithError(f"{path} cannot be read ({error.strerror or error}); check its permissions.") from error
 
 
 def fitting_conversations(

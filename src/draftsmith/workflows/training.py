@@ -18,7 +18,7 @@ from draftsmith.provenance import provenance
 from draftsmith.targets.loading.place import check_place
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data.sources import Source
-from draftsmith.training.interruption import nothing_saved_is_said
+from draftsmith.training.interruption import interrupted_before_a_checkpoint
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
 from draftsmith.training.result import TrainingResult
 from draftsmith.training.run_folder import RunFolder
@@ -158,7 +158,7 @@ def train(
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
     check(settled)
 
-    with nothing_saved_is_said(Checkpoints(Path(settled.output.folder).expanduser(), settled.output.keep)):
+    with interrupted_before_a_checkpoint(Checkpoints(Path(settled.output.folder).expanduser(), settled.output.keep)):
         from draftsmith.processor import use_threads
         from draftsmith.training.disturbance import LONG_ESTIMATE, SHORT_PLAN, watched
         from draftsmith.training.terminal import say

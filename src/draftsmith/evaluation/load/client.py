@@ -30,7 +30,11 @@ NOT_YET = (502, 503, 504)
 FINAL = (socket.gaierror, ssl.SSLError)
 """Why a connection cannot be made, and never will be: the host has no address, or speaks no TLS that can be trusted."""
 PASSING = (ssl.SSLEOFError, ssl.SSLWantReadError, ssl.SSLZeroReturnError)
-"""What is of these types, but says only that the other side closed the connection or did not answer in time."""
+"""What is of these types, but says only that the other side closed the connection or did not answer in time.
+
+So does a `socket.gaierror` with EAI_AGAIN of a name server: where containers have names, it is what a name gives whose
+container is not up yet.
+"""
 SHORTEST_CHARACTERS = 32
 END_SECONDS = 0.5
 """Seconds that a server may take to end an answer after its last event; only then is the connection used again."""
@@ -67,20 +71,23 @@ class Client:
         await self._http.__aexit__(kind, error, trace)
 
     async def missing(self, seconds: float) -> str:
-        """Ask once whether the server is ready; return what is missing, or "" where waiting brings no more.
+        """Ask once whether the server is ready; return what is missing, or "" where there is nothing to wait for.
 
-        That holds too for a server that has no `/ready` or does not let us ask: its other answers say more.
+        The latter means one of two things: the server is ready, or it does not say whether it is, because it has no
+        `/ready` or does not let us ask. What is asked next tells them apart.
 
         Args:
-            seconds: how long to wait for the answer.
+            seconds: how long the whole question may take, the answer included.
 
         Raises:
             DraftsmithError: the host has no address, or the connection cannot be encrypted.
         """
         try:
-            response = await self._http.get("/ready", timeout=seconds)
-        except httpx2.HTTPError as error:
-            if any(isinstance(cause, FINAL) and not isinstance(cause, PASSING) for cause in causes(error)):
+            # The time limit of the package is one for each piece of an answer.
+            async with asyncio.timeout(seconds):
+                response = await self._http.get("/ready", timeout=seconds)
+        except (httpx2.HTTPError, TimeoutError) as error:
+            if any(is_final(cause) for cause in causes(error)):
                 raise DraftsmithError(f"{self._unreachable(error)}; check --base-url.") from error
             return self._unreachable(error)
         return f"the server answered {response.status_code} at /ready" if response.status_code in NOT_YET else ""
@@ -205,8 +212,8 @@ class Client:
             raise DraftsmithError(f"{self._refused(response)}.")
         return response
 
-    def _unreachable(self, error: httpx2.HTTPError) -> str:
-        if isinstance(error, httpx2.TimeoutException):
+    def _unreachable(self, error: httpx2.HTTPError | TimeoutError) -> str:
+        if isinstance(error, httpx2.TimeoutException | TimeoutError):
             return f"the server at {self.server.base_url} did not answer in time ({type(error).__name__})"
         if isinstance(error, httpx2.ConnectError):
             return f"the server at {self.server.base_url} cannot be reached ({first_line(error)})"
@@ -254,6 +261,13 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while found is not None:
         yield found
         found = found.__cause__ or found.__context__
+
+
+def is_final(cause: BaseException) -> bool:
+    """Whether this says that a connection cannot be made now or later."""
+    if isinstance(cause, socket.gaierror):
+        return cause.errno != socket.EAI_AGAIN
+    return isinstance(cause, FINAL) and not isinstance(cause, PASSING)
 
 
 @asynccontextmanager

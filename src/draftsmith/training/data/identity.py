@@ -8,33 +8,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftsmith.training.data.record_files import missing_file
 from draftsmith.training.data.sources import Source
 from draftsmith.training.recipe import Recipe
 from draftsmith.types import DraftsmithError
 
 READ_BYTES = 2**29
-"""If the files have no more bytes together, all are hashed. Otherwise each file has an equal share of about so many; of
-a larger one, blocks all over it are hashed."""
+"""If the files have no more bytes together, all are hashed. Otherwise they share about so many equally, and what small
+files leave of their shares goes to the larger ones; of a file larger than its share, blocks all over it are hashed."""
 BLOCK = 2**16
+WRITTEN = (
+    "checkpoints", "drafter", "dry-run", "generated.jsonl", "held-out.jsonl", "metrics.jsonl", "recipe.yaml",
+    "run.json", "samples.jsonl", "sources.json",
+)
+"""What a run writes into its folder that is text, or a folder with text."""
+TARGET_FOLDER = "target"
+"""Where joint training writes the changed target."""
 
 
 def identify(recipe: Recipe) -> dict[str, str]:
     """Return the size and a hash of the bytes of every file of text that a run reads, by its path.
 
-    Data sets on the hub are left out, and so are the files that the run itself writes.
+    Data sets on the hub are left out, and so is what the run itself writes into its folder (`WRITTEN`, and in joint
+    training `target`), be it below a folder of the data or named as `stage2.texts`. Other files in that folder count.
 
     Raises:
         DraftsmithError: a file that does not exist or cannot be read.
     """
-    own = Path(recipe.output.folder).expanduser().resolve()
-    data = recipe.data
+    folder, data = Path(recipe.output.folder).expanduser().resolve(), recipe.data
+    written = [folder / name for name in (*WRITTEN, *(() if recipe.joint is None else (TARGET_FOLDER,)))]
     sources = [Source(section, data.held_out_every, data.piece_characters) for section in data.sources]
-    files = [file for source in sources for file in source.files if not file.resolve().is_relative_to(own)]
+    files = [file for source in sources for file in source.files]
     if recipe.stage2.texts is not None:
-        files.append(Path(recipe.stage2.texts))
-    sizes = {file: _size(file) for file in files}
-    share = READ_BYTES if sum(sizes.values()) <= READ_BYTES else READ_BYTES // len(sizes)
-    return {str(file): f"{size}-{_hash(file, size, share)}" for file, size in sizes.items()}
+        files.append(Path(recipe.stage2.texts).expanduser())
+    sizes = {file: _size(file) for file in files if not any(map(file.resolve().is_relative_to, written))}
+    shares = _shares(sizes)
+    return {str(file): f"{size}-{_hash(file, size, shares[file])}" for file, size in sizes.items()}
 
 
 def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -53,6 +62,18 @@ def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
     return next((f"{file} has changed" for file in [*resized, *other]), None)
 
 
+def _shares(sizes: Mapping[Path, int]) -> dict[Path, int]:
+    """Return how many bytes of each file to hash, the smallest file first; sizes alone decide, and paths among equals.
+
+    A share is what is left of READ_BYTES by the number of files that are left, so a small file leaves more to others.
+    """
+    shares, left = {}, READ_BYTES
+    for number, (size, file) in enumerate(sorted((size, file) for file, size in sizes.items())):
+        shares[file] = left // (len(sizes) - number)
+        left -= min(size, shares[file])
+    return shares
+
+
 def _size(file: Path) -> int:
     try:
         return file.stat().st_size
@@ -63,7 +84,7 @@ def _size(file: Path) -> int:
 def _hash(file: Path, size: int, share: int) -> str:
     """Return a hash of the whole file, or of its first and last block and as many between them as make up the share."""
     digest, blocks = hashlib.blake2b(digest_size=16), max(2, share // BLOCK)
-    whole = size <= blocks * BLOCK
+    whole = size <= max(share, blocks * BLOCK)
     try:
         with file.open("rb") as opened:
             for number in range(-(-size // BLOCK) if whole else blocks):
@@ -75,4 +96,6 @@ def _hash(file: Path, size: int, share: int) -> str:
 
 
 def _unreadable(file: Path, error: OSError) -> DraftsmithError:
+    if isinstance(error, FileNotFoundError):
+        return missing_file(file)
     return DraftsmithError(f"{file} cannot be read ({error.strerror}); check its permissions.")

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO
@@ -183,13 +184,33 @@ def _parquet(path: Path) -> Iterator[Located]:
         from pyarrow import parquet
     except ImportError as error:
         raise DraftsmithError(f"reading {path} needs pyarrow; install draftsmith[train].") from error
-    try:
+    with _named_as(f"{path} is no parquet file"):
         batches = parquet.ParquetFile(path).iter_batches()
-    except ValueError as error:  # pyarrow's own kind of exception is one
-        raise DraftsmithError(f"{path} is no parquet file ({error}); fetch it again.") from error
-    for batch in batches:
-        for record in batch.to_pylist():
+    damaged = f"{path} is a damaged parquet file"
+    # As in _lines, nothing is yielded inside the with. Batches are read, and damage is found, as they are asked for.
+    while True:
+        with _named_as(damaged):
+            batch = next(batches, None)
+            records = [] if batch is None else batch.to_pylist()
+        if batch is None:
+            return
+        for record in records:
             yield record, str(path)
+
+
+@contextmanager
+def _named_as(what: str) -> Iterator[None]:
+    """Raise what pyarrow says of a file's bytes as a DraftsmithError; a file that cannot be read stays an OSError.
+
+    Of damaged bytes pyarrow raises its own kinds of ValueError, or an OSError without the system's words.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and error.strerror is not None:
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        raise DraftsmithError(f"{what} ({reason}); fetch it again.") from error
 
 
 def missing_file(path: Path) -> DraftsmithError:
