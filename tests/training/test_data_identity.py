@@ -193,3 +193,12 @@ def test_texts_in_the_users_home_are_found(place: Path, monkeypatch: pytest.Monk
     (place / "texts.jsonl").rename(place / "texts2.jsonl")
     with pytest.raises(DraftsmithError, match=rf"{place}/texts\.jsonl does not exist; did you mean .*texts2\.jsonl\?"):
         toy.run(place / "second", place / "data", "stage1.steps=0", "stage2.texts=~/texts.jsonl", resume=True)
+
+
+def test_texts_that_an_earlier_run_wrote_are_not_thrown_away_by_the_one_that_learns_from_them(place: Path):
+    written = place / "run" / "generated.jsonl"
+    before = written.read_bytes()
+    assert before
+    shutil.rmtree(place / "run" / "checkpoints")
+    toy.run(place / "run", place / "data", f"stage2.texts={written}")
+    assert written.read_bytes() == before

@@ -103,7 +103,8 @@ class RunFolder:
                 self._rewind(resumed_step)
             else:
                 for leftover in (self.metrics, self.generated, self.samples, self.sources):
-                    leftover.unlink(missing_ok=True)
+                    if not self._is_given(leftover):
+                        leftover.unlink(missing_ok=True)
             if not self.sources.exists():
                 replace_text(self.sources, json.dumps(read, indent=2) + "\n")
             replace_text(self.path / "recipe.yaml", self.recipe.to_yaml())
@@ -129,6 +130,11 @@ class RunFolder:
         self._check_target()
         self._check_sources(read)
         self._check_measured_on()
+
+    def _is_given(self, path: Path) -> bool:
+        """Whether stage 2 learns from this file, which an earlier run has written here."""
+        given = self.recipe.stage2.texts
+        return given is not None and Path(given).expanduser().resolve() == path.resolve()
 
     def _check_recipe(self) -> None:
         kept = self.path / "recipe.yaml"
