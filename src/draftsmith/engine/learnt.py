@@ -103,8 +103,7 @@ class Learnt:
                 own.odds, own.growth, own.length = self._stand(number, usual[number])
 
     def _stand(self, number: int, usual: Usual) -> OneStand:
-        """Return how often a guesser's guesses stay in a text in which it was never tried, and the rest of `OneStand`.
-        """
+        """Return what is expected of a guesser in a text in which it was never tried."""
         own = Evidence()
         own.settle(usual, self._tables[number] or ODDS)
         return own.stand

@@ -161,7 +161,7 @@ def application(service: Service, page: Path = FOLDER) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with service.engine:
-            with closing(service.bodies):
+            with closing(service.bodies), closing(service.prompts):
                 yield
 
     app = FastAPI(

@@ -4,15 +4,15 @@ import asyncio
 import gc
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from draftsmith.serving.errors import ApiError, bad, full
+from draftsmith.serving.errors import ApiError, bad
 from draftsmith.serving.settings import Settings
+from draftsmith.serving.thread import BoundedThread
 
 MOST_DEPTH = 128
 SMALL_BYTES = 1 << 16
@@ -57,8 +57,7 @@ class Bodies:
 
     def __init__(self, settings: Settings, most: int) -> None:
         self._settings = settings
-        self._most, self._inside = most, 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-bodies")
+        self._thread = BoundedThread("draftsmith-bodies", most, "large bodies wait to be read")
 
     async def read(self, request: Request, kind: type[M]) -> M:
         """Return the checked body of a request.
@@ -79,17 +78,11 @@ class Bodies:
             with no_collection():
                 return checked(body, kind)
 
-        if self._inside >= self._most:
-            raise full(f"{self._inside} large bodies wait to be read")
-        self._inside += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, read)
-        finally:
-            self._inside -= 1
+        return await self._thread.run(read)
 
     def close(self) -> None:
         """End the thread after the body that it reads now; those that wait are not read."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
 
 @contextmanager

@@ -1,10 +1,8 @@
 """Turns prompts into token ids, in a thread of its own: a tokenizer takes long enough to hold up other requests."""
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
@@ -12,9 +10,10 @@ from jinja2 import meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from draftsmith.engine.requests.prompts import check_text, tokens_of
-from draftsmith.serving.errors import ApiError, bad, full
+from draftsmith.serving.errors import ApiError, bad
 from draftsmith.serving.openai_fields import Message, TextPart
 from draftsmith.serving.settings import Settings
+from draftsmith.serving.thread import BoundedThread
 from draftsmith.serving.time_limit import templates_within
 from draftsmith.targets import Target
 from draftsmith.targets.token_ids import Conversation, body_ids
@@ -51,9 +50,8 @@ class Prompts:
 
     def __init__(self, target: Target, max_length: int, settings: Settings, most: int) -> None:
         self.target, self.max_length, self._settings = target, max_length, settings
-        self._most, self._inside = most, 0
         # One at a time: fast tokenizers must not be called by two threads at once.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draftsmith-tokenizer")
+        self._thread = BoundedThread("draftsmith-tokenizer", most, "prompts wait for the tokenizer")
 
     async def of_texts(self, given: Any) -> tuple[list[list[int]], list[str | None]]:
         """Return the tokens of each prompt of a `prompt` field, and its text, or None if it was given as tokens."""
@@ -68,7 +66,7 @@ class Prompts:
         def read() -> list[list[int]]:
             return [self._tokens(text, number) for number, text in enumerate(several)]
 
-        tokens = await self._in_thread(read)
+        tokens = await self._thread.run(read)
         return tokens, [text if isinstance(text, str) else None for text in several]
 
     async def of_chat(
@@ -101,7 +99,7 @@ class Prompts:
             with templates_within(self._settings.template_seconds):
                 return self._tokens(Conversation(plain, more, goes_on, whole), 0)
 
-        return await self._in_thread(read)
+        return await self._thread.run(read)
 
     async def of_text(self, text: str, special: bool) -> list[int]:
         """Return the tokens of one text, for `/tokenize`; without `special`, no special tokens are added."""
@@ -111,8 +109,8 @@ class Prompts:
         self._check_size(text)
         if not special:
             self._check_text(text, 0, "prompt")
-            return await self._in_thread(lambda: body_ids(tokenizer, text))
-        return await self._in_thread(lambda: self._tokens(text, 0) if text else [])
+            return await self._thread.run(lambda: body_ids(tokenizer, text))
+        return await self._thread.run(lambda: self._tokens(text, 0) if text else [])
 
     async def texts(self, tokens: Sequence[int], write: Callable[[Sequence[int]], str]) -> str:
         """Return the text of tokens; ApiError for ids that the target does not have."""
@@ -122,7 +120,7 @@ class Prompts:
                 raise bad(f"tokens has {wrong}, but the model's go from 0 to {self.target.vocab_size - 1}.", "tokens")
             return write(tokens)
 
-        return await self._in_thread(read)
+        return await self._thread.run(read)
 
     def _tokens(self, prompt: Any, number: int) -> list[int]:
         try:
@@ -198,14 +196,9 @@ class Prompts:
                 )
         return dict(extra)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        if self._inside >= self._most:
-            raise full(f"{self._inside} prompts wait for the tokenizer")
-        self._inside += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        finally:
-            self._inside -= 1
+    def close(self) -> None:
+        """End the thread after the prompt that it reads now; those that wait are not read."""
+        self._thread.close()
 
 
 def split_prompts(given: Any) -> list[Any]:

@@ -34,8 +34,8 @@ async def wait_until_ready(server: Server, on_wait: OnWait = lambda told: None) 
             left = end - time.monotonic()
             if left <= 0:
                 raise DraftsmithError(
-                    f"{missing}, and became ready at no time in {longest:g} seconds; check --base-url, and that it "
-                    "runs, or wait longer with --ready-check-timeout-sec."
+                    f"{missing}, and the server was not ready within {longest:g} seconds; check --base-url, and that "
+                    "it runs, or wait longer with --ready-check-timeout-sec."
                 )
             if missing != told:
                 told = missing
