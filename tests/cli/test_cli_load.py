@@ -319,15 +319,15 @@ def test_a_server_that_does_not_listen_yet_is_waited_for():
         return told
 
     (sentence,) = asyncio.run(wait())
-    assert sentence.startswith("Waiting up to 600 seconds") and "cannot be reached" in sentence
+    assert sentence.startswith("Waiting up to 600 s") and "cannot be reached" in sentence
 
 
 def test_who_is_not_ready_in_time_is_named_in_one_sentence(serving):
     never = serving(lambda asked: Reply(b"", 503))
     words = ("--ready-check-timeout-sec", "0.2")
-    refused(load(never, *words), "answered 503 at /ready", "0.2 seconds", "--ready-check-timeout-sec")
+    refused(load(never, *words), "answered 503 at /ready", "0.2 s", "--ready-check-timeout-sec")
     for url in ("http://127.0.0.1:1", "https://127.0.0.1:1"):
-        refused(load(url, *words), f"{url} cannot be reached", "0.2 seconds")
+        refused(load(url, *words), f"{url} cannot be reached", "0.2 s")
     # Final or not, which depends on the name server here; the tests of connections know both.
     refused(load("http://nobody.invalid:8000", *words), "http://nobody.invalid:8000 cannot be reached", "--base-url")
     refused(load(never, "--ready-check-timeout-sec", "-1"), "--ready-check-timeout-sec is -1; give 0 or more")

@@ -34,10 +34,10 @@ async def wait_until_ready(server: Server, on_wait: OnWait = lambda told: None) 
             left = end - time.monotonic()
             if left <= 0:
                 raise DraftsmithError(
-                    f"{missing}, and the server was not ready within {longest:g} seconds; check --base-url, and that "
+                    f"{missing}, and the server was not ready within {longest:g} s; check --base-url, and that "
                     "it runs, or wait longer with --ready-check-timeout-sec."
                 )
             if missing != told:
                 told = missing
-                on_wait(f"Waiting up to {longest:g} seconds until the server is ready: {missing}.")
+                on_wait(f"Waiting up to {longest:g} s until the server is ready: {missing}.")
             await asyncio.sleep(min(LOOK_S, left))
