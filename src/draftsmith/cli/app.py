@@ -15,6 +15,7 @@ from draftsmith.cli.common import say
 from draftsmith.cli.compare import compare
 from draftsmith.cli.demo import demo
 from draftsmith.cli.doctor import doctor
+from draftsmith.cli.export import export
 from draftsmith.cli.families import families
 from draftsmith.cli.generate import generate
 from draftsmith.cli.load import load
@@ -74,6 +75,7 @@ MORE: dict[Callable[..., None], str] = {
     compare: f"docs/compare.md. {LISTED}",
     check: "docs/prove.md",
     prove: "docs/prove.md",
+    export: "docs/export.md",
     load: "docs/load.md",
     families: "docs/which-family.md",
     doctor: "docs/native.md",

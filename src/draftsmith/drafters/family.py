@@ -12,6 +12,7 @@ import yaml
 
 from draftsmith.drafters.config import Config
 from draftsmith.drafters.tree_choices import Choices
+from draftsmith.drafters.vllm import VllmForm
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Family:
             training forward with a drafter from `load` that has none. Without a target, its sizes can still be read.
         tree: the static tree that was published with it, see `Plan.choices`; `--plan NAME` selects it.
         compared: how a comparison treats it.
+        vllm: what its drafters are to vLLM; None if that has nothing of the kind.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Family:
     reopen: Callable[[Path, "Target | None", "torch.dtype"], "TrainableModel"] | None = None
     tree: Choices = ()
     compared: Compared = Compared()
+    vllm: VllmForm | None = None
 
     def ready(self, config: Config, target: "Target") -> "Drafter":
         """Make a drafter that needs no training; DraftsmithError for a family that needs it."""

@@ -11,6 +11,7 @@ from draftsmith.drafters.config import FREE, Count, Counts, TrainedConfig, Weigh
 from draftsmith.drafters.family import Compared, trained_in
 from draftsmith.drafters.trainable.storage import TENSOR_NAMES
 from draftsmith.drafters.tree_choices import EAGLE_TREE, plan_of
+from draftsmith.drafters.vllm import Published, VllmForm, VllmTarget, as_long_as
 from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError
 
@@ -188,13 +189,36 @@ def is_eagle3(config: Mapping[str, Any]) -> bool:
     return llama and "draft_vocab_size" in config and not set(named) & set(ARCHITECTURES)
 
 
+def eagle_for_vllm(drafter: Published, target: VllmTarget) -> Published:
+    """Return an EAGLE drafter in vLLM's layout, where it scores all tokens, as the target does.
+
+    vLLM knows the class by another name than SGLang, whose name is in our folders.
+    """
+    if "fc.bias" in drafter.tensors:
+        raise DraftsmithError("vLLM has no EAGLE drafter with a bias; train one with drafter.bias=false.")
+    whole = drafter.without("d2t", "draft_vocab_size")
+    return whole.changed({"architectures": ["EagleLlamaForCausalLM"], **as_long_as(target, drafter)})
+
+
+def eagle3_for_vllm(drafter: Published, target: VllmTarget) -> Published:
+    """Return an EAGLE-3 drafter in vLLM's layout."""
+    return drafter.changed(as_long_as(target, drafter))
+
+
+def depth_of(drafter: Published) -> int:
+    """Return the depth of its drafts; files of others do not say any."""
+    return int(drafter.config.get("depth", FeatureConfig.model_fields["depth"].default))
+
+
 EAGLE = trained_in(
     "draftsmith.drafters.attention.eagle:Eagle", "eagle",
     "EAGLE: one decoder layer predicts the target's next state (arXiv:2401.15077, 2406.16858)", EagleConfig, is_eagle,
     tree=EAGLE_TREE, compared=Compared(static_tree=True, confident_twin="eagle2"),
+    vllm=VllmForm("eagle", eagle_for_vllm, depth_of),
 )
 EAGLE3 = trained_in(
     "draftsmith.drafters.attention.eagle3:Eagle3", "eagle3",
     "EAGLE-3: one decoder layer over states of several layers, trained on its own outputs (arXiv:2503.01840)",
     Eagle3Config, is_eagle3, compared=Compared(starts={"init_head_from_target": (True, False)}),
+    vllm=VllmForm("eagle3", eagle3_for_vllm, depth_of),
 )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.drafters.heads.base import HeadDrafter, ResidualBlock, native_steps
-from draftsmith.drafters.heads.medusa_config import MedusaConfig, recognises
+from draftsmith.drafters.heads.medusa_config import PREFIX, WEIGHTS, MedusaConfig, recognises
 from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.drafter import FrozenTable
 from draftsmith.drafters.trainable.parallel import ParallelSteps
@@ -35,8 +35,6 @@ from draftsmith.types import Context, DraftsmithError
 
 if TYPE_CHECKING:
     from draftsmith.targets import Target
-
-PREFIX = "medusa_head."
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class MedusaDrafter(ParallelSteps, HeadDrafter):
     """The heads. They read no tokens, so each runs once per row, however many nodes its guesses go under."""
 
     family_name = "a set of Medusa heads"
-    weights_file = "medusa_lm_head.safetensors"
+    weights_file = WEIGHTS
     model_type = "medusa"
     config_class = MedusaConfig
     config: MedusaConfig

@@ -9,6 +9,12 @@ from draftsmith.drafters.config import FREE
 from draftsmith.drafters.family import Compared, trained_in
 from draftsmith.drafters.heads.head_config import HeadConfig
 from draftsmith.drafters.tree_choices import MEDUSA_TREE
+from draftsmith.drafters.vllm import Published, VllmForm, VllmTarget
+from draftsmith.types import DraftsmithError
+
+WEIGHTS = "medusa_lm_head.safetensors"
+PREFIX = "medusa_head."
+"""What stands before the names of tensors in some published files."""
 
 
 class MedusaConfig(HeadConfig):
@@ -32,8 +38,39 @@ def recognises(config: Mapping[str, Any]) -> bool:
     return "medusa_num_heads" in config and config.get("model_type", "medusa") == "medusa"
 
 
+def heads_of(drafter: Published) -> int:
+    """Count the heads; published configs give a wrong number (2 for 5)."""
+    names = [name.removeprefix(PREFIX).partition(".")[0] for name in drafter.tensors]
+    return 1 + max(int(name) for name in names if name.isdigit())
+
+
+def medusa_for_vllm(drafter: Published, target: VllmTarget) -> Published:
+    """Return Medusa heads in vLLM's layout; those that share the target's projection take a copy of it along."""
+    tensors = {name.removeprefix(PREFIX): tensor for name, tensor in drafter.tensors.items()}
+    own = f"0.{drafter.config.get('medusa_num_layers', 1)}.weight" in tensors
+    keys: dict[str, Any] = {
+        "architectures": ["MedusaModel"], "model_type": "medusa", "medusa_num_heads": heads_of(drafter),
+        "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+    }
+    draft_tokens = tensors.pop("d2t", None)
+    if draft_tokens is not None:
+        if own:
+            raise DraftsmithError(
+                "vLLM reads no Medusa heads that score a part of the vocabulary and have projections of their own; "
+                "train some with drafter.draft_vocab_size=0, or with drafter.tie_to_target=true."
+            )
+        keys["truncated_vocab_size"] = len(draft_tokens)
+        tensors["token_map"] = draft_tokens
+    if not own:
+        keys["original_lm_head"] = True
+        head = target.head()
+        tensors["lm_heads.0.weight"] = head if draft_tokens is None else head[draft_tokens.to(head.device)]
+    return drafter.changed(keys, tensors)
+
+
 FAMILY = trained_in(
     "draftsmith.drafters.heads.medusa:MedusaDrafter", "medusa",
     "Medusa heads: each guesses one token further ahead from the target's state (arXiv:2401.10774)", MedusaConfig,
     recognises, tree=MEDUSA_TREE, compared=Compared(starts={"init_from_target": (True, False)}),
+    vllm=VllmForm("medusa", medusa_for_vllm, heads_of, True, WEIGHTS),
 )

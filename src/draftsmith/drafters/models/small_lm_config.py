@@ -7,9 +7,13 @@ from pydantic import Field
 
 from draftsmith.drafters.config import FREE, Count, Size, TrainedConfig
 from draftsmith.drafters.family import Compared, Family, later
+from draftsmith.drafters.vllm import VllmForm, unchanged
 
 DRAWN = 0.02
 """The standard deviation of new weights, as Llama's config has it."""
+
+
+GUESSES = 4
 
 
 class SmallLMConfig(TrainedConfig):
@@ -19,7 +23,7 @@ class SmallLMConfig(TrainedConfig):
     width: Size = Field(
         default=0, description="width of the states, a multiple of 64 or an even number below it; 0 takes the target's"
     )
-    guesses: Count = Field(default=4, description="tokens that are drafted, as a chain")
+    guesses: Count = Field(default=GUESSES, description="tokens that are drafted, as a chain")
     init_from_target: bool = Field(
         default=True, description="start embedding and head as the target's, where the widths agree; false draws them"
     )
@@ -46,4 +50,5 @@ FAMILY = Family(
     compared=Compared(
         options={"draft_vocab_size": 0}, starts={"init_from_target": (True, False), "init_width": (1.0, 0.5, 2.0)}
     ),
+    vllm=VllmForm("draft_model", unchanged, lambda drafter: GUESSES),
 )

@@ -65,43 +65,45 @@ struct Block {
     }
   }
 
-  // Tests every prefix, the longest of which that passes stays; `exactly` with PyTorch's own exponentials.
+  // Tests every prefix, the longest of which that passes stays; `exactly` with PyTorch's own exponentials. The token behind
+  // a prefix is chosen as soon as this passes, while the weights are at hand: a longer one may not pass.
   std::pair<int64_t, int64_t> judge(Chooser& chooser, Refusals<Q>& refusals, int64_t b, bool exactly) const {
     constexpr std::pair<int64_t, int64_t> undecided{0, kUndecided};
     const int64_t guesses = length(b);
-    int64_t longest = 0, node = 0;
-    Joint joint, of_longest;
-    for (;; ++node) {
+    std::pair<int64_t, int64_t> longest = undecided;
+    Joint joint;
+    for (int64_t node = 0;; ++node) {
       if (!weigh(chooser, b, node, exactly)) return undecided;
-      // Before the test, which takes the q that a share was asked of last.
-      const double share = node < guesses ? refusals.share_of_q(chooser, q(b, node), all.tokens(b)[node]) : 0;
-      if (node > 0) {
-        const int passes = test(refusals, joint, node == guesses, all.noise(b, node - 1, Stream::kBlockAccept, node - 1));
+      if (node == guesses) {
+        const int passes = node == 0 ? -1 : test_whole(joint, all.noise(b, node - 1, Stream::kBlockAccept, node - 1));
         if (passes == 0) return undecided;
-        if (passes < 0) longest = node, of_longest = joint;
+        return passes < 0 ? std::pair{node, chooser.first_of(all.race(b, node))} : longest;
       }
-      if (node == guesses) break;
+      const double share = refusals.share_of_q(chooser, q(b, node), all.tokens(b)[node]);
+      const double rest = refusals.leave(joint.value, joint.doubt);
+      const int passes =
+          node == 0 ? -1 : test(refusals, joint, rest, all.noise(b, node - 1, Stream::kBlockAccept, node - 1));
+      if (passes == 0) return undecided;
+      if (passes < 0) longest = {node, refusals.draw_left(all.noise(b, node, Stream::kResidual, 0))};
       const double weight = chooser.weight_of(all.tokens(b)[node]);
       // The rough exponential of what is forbidden is no zero, and its error is no longer small beside it.
       if (!chooser.is_exact() && weight < kTiny) return undecided;
       joint = joint.with(weight / chooser.total() / share, chooser.doubt());
-      if (joint.value == 0) break;  // nor does a longer one pass
+      if (joint.value == 0) return longest;  // nor does a longer one pass
     }
-    if (longest != node && !weigh(chooser, b, longest, exactly)) return undecided;
-    if (longest == guesses) return {longest, chooser.first_of(all.race(b, longest))};
-    refusals.share_of_q(chooser, q(b, longest), all.tokens(b)[longest]);
-    refusals.leave(of_longest.value, of_longest.doubt);
-    return {longest, refusals.draw_left(all.noise(b, longest, Stream::kResidual, 0))};
   }
 
-  // -1 where a prefix passes its test, 1 where it does not, 0 where last bits decide; `whole` says that it is the chain.
-  static int test(Refusals<Q>& refusals, const Joint& joint, bool whole, double u) {
+  // -1 where a prefix of the chain passes its test, 1 where it does not, 0 where last bits decide.
+  static int test(const Refusals<Q>& refusals, const Joint& joint, double rest, double u) {
     if (joint.is_one()) return -1;
-    if (whole) return Refusals<Q>::compare(u, joint.value, joint.value * joint.doubt);
     // u is less than rest / (rest + 1 - r).
-    const double rest = refusals.leave(joint.value, joint.doubt);
     return Refusals<Q>::compare(
         u * (1 - joint.value), (1 - u) * rest, u * joint.value * joint.doubt + (1 - u) * refusals.loose());
+  }
+
+  // The same for the whole chain.
+  static int test_whole(const Joint& joint, double u) {
+    return joint.is_one() ? -1 : Refusals<Q>::compare(u, joint.value, joint.value * joint.doubt);
   }
 
   bool weigh(Chooser& chooser, int64_t b, int64_t node, bool exactly) const {

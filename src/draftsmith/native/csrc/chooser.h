@@ -18,6 +18,7 @@
 #include "packed.h"
 #include "race.h"
 #include "rules.h"
+#include "scores.h"
 #include "sums.h"
 
 namespace draftsmith {
@@ -27,29 +28,35 @@ namespace draftsmith {
 class Chooser {
  public:
   Chooser(int64_t vocabulary, int64_t threads)
-      : vocabulary_(vocabulary), stretches_(stretches_of(vocabulary)), threads_(threads), shaped_(vocabulary),
-        maxima_(stretches_ * kParts), peaks_(stretches_), sums_(stretches_), sums_of_stretches_(stretches_) {}
+      : vocabulary_(vocabulary), stretches_(stretches_of(vocabulary)), threads_(threads), maxima_(stretches_ * kParts),
+        peaks_(stretches_), sums_(stretches_), sums_of_stretches_(stretches_) {}
 
   // Takes the logits of a node, and changes them by the rules of its row; `path` are the guesses on its path.
   template <class T>
   void take(const T* logits, const Rules& rules, const std::vector<BiasEntry>& bias, const Past& past,
             const std::vector<int64_t>& path) {
     const bool penalises = rules.penalises() && past.counts != nullptr;
-    if constexpr (std::is_same_v<T, float>) {
-      x_ = logits;
-      if (penalises || !bias.empty()) std::copy_n(logits, vocabulary_, shaped_.data()), x_ = shaped_.data();
-    } else {
+    x_ = Scores(logits);
+    if (penalises || !bias.empty()) {
+      shaped_.resize(vocabulary_);
       over_stretches([&](int64_t, int64_t begin, int64_t end) {
-        kernels().widen_row(logits + begin, end - begin, shaped_.data() + begin);
+        if constexpr (std::is_same_v<T, float>)
+          std::copy(logits + begin, logits + end, shaped_.data() + begin);
+        else
+          kernels().widen_row(logits + begin, end - begin, shaped_.data() + begin);
       });
-      x_ = shaped_.data();
+      for (const BiasEntry& entry : bias) shaped_[entry.token] += entry.value;
+      if (penalises) penalise(rules, past, path);
+      x_ = Scores(static_cast<const float*>(shaped_.data()));
     }
-    for (const BiasEntry& entry : bias) shaped_[entry.token] += entry.value;
-    if (penalises) penalise(rules, past, path);
     std::atomic<float> highest{-kInfinity};
-    over_stretches([&](int64_t stretch, int64_t begin, int64_t end) {
-      const float own = kernels().maxima(x_ + begin, end - begin, maxima_.data() + stretch * kParts);
-      float most = highest;  // NaN, once it is there, stays: nothing is larger
+    over_stretches([&](int64_t, int64_t begin, int64_t end) {
+      float own = -kInfinity;
+      x_.by_stretches(begin, end, [&](int64_t stretch, int64_t, int64_t count, const float* x) {
+        const float most = kernels().maxima(x, count, maxima_.data() + stretch * kParts);
+        own = most > own || most != most ? most : own;  // NaN, once it is there, stays: nothing is larger
+      });
+      float most = highest;
       while ((own > most || own != own) && !highest.compare_exchange_weak(most, own)) continue;
     });
     highest_ = highest;
@@ -67,9 +74,14 @@ class Chooser {
 
   // The largest logit, the first of equals; NaN counts as the largest.
   int64_t best() const {
-    if (highest_ != highest_) return std::find_if(x_, x_ + vocabulary_, [](float x) { return x != x; }) - x_;
+    int64_t token = 0;
+    if (highest_ != highest_) {
+      while (x_[token] == x_[token]) ++token;
+      return token;
+    }
     const int64_t part = std::find(maxima_.begin(), maxima_.end(), highest_) - maxima_.begin();
-    return std::find(x_ + part / kParts * kStretch, x_ + vocabulary_, highest_) - x_;
+    for (token = part / kParts * kStretch; x_[token] != highest_;) ++token;
+    return token;
   }
 
   // Whether any token has a probability.
@@ -79,9 +91,10 @@ class Chooser {
   int64_t draw(const Rules& rules, const Race& race) {
     // As in verify/noise.py, where nothing has a weight.
     if (!is_readable(rules)) return vocabulary_ - 1;
-    if (!weigh(rules)) return kUndecided;
-    const int64_t token = first_of(race);
-    if (token != kUndecided || is_exact_) return token;
+    if (rules.filters()) return weigh(rules) ? first_of(race) : kUndecided;
+    begin_weighing(rules);
+    const int64_t token = first_of_all(race);
+    if (token != kUndecided) return token;
     weigh_exactly();
     return first_of(race);
   }
@@ -89,9 +102,7 @@ class Chooser {
   // Finds what every token weighs that the rules leave, if not exactly, then within `doubt`. Returns false where last bits
   // decide which tokens these are. The logits have to be readable.
   bool weigh(const Rules& rules) {
-    temperature_ = static_cast<float>(rules.temperature);
-    top_ = highest_ / temperature_;
-    is_few_ = is_exact_ = rules.filters();
+    begin_weighing(rules);
     if (is_few_) return weigh_few(rules);
     weigh_all();
     total_ = std::accumulate(sums_.begin(), sums_.end(), 0.0);
@@ -100,6 +111,7 @@ class Chooser {
 
   // Does so for all tokens with PyTorch's own exponentials, summed in float64.
   void weigh_exactly() {
+    weights_.resize(vocabulary_);
     over_stretches([&](int64_t, int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) weights_[i] = x_[i] / temperature_ - top_;
     });
@@ -125,8 +137,7 @@ class Chooser {
       look(race, kLate / total_, first);
       if (first.token == kUndecided) look(race, kInfinity, first);
     }
-    const bool is_alone = first.next == static_cast<double>(kInfinity);
-    return is_alone || first.next - first.time > (is_exact_ ? 1e-12 : kRough) * first.next ? first.token : kUndecided;
+    return first.is_sure(is_exact_ ? 1e-12 : kRough) ? first.token : kUndecided;
   }
 
   // How far the sum of some tokens' shares can lie from what PyTorch finds.
@@ -147,15 +158,44 @@ class Chooser {
   }
 
  private:
+  void begin_weighing(const Rules& rules) {
+    temperature_ = static_cast<float>(rules.temperature);
+    top_ = highest_ / temperature_;
+    is_few_ = is_exact_ = rules.filters();
+  }
+
+  // The same as `first_of` after `weigh`, of all tokens, but in one walk through the logits that keeps no weights.
+  int64_t first_of_all(const Race& race) {
+    for (const double late : {kLate, static_cast<double>(kInfinity)}) {
+      std::mutex alone;
+      First first;
+      double reach = kInfinity;
+      over_stretches([&](int64_t, int64_t begin, int64_t end) {
+        First own;
+        double all = 0;  // of the weights so far: what arrives after `late / all` need not be looked at
+        alignas(64) float weights[kStretch];
+        x_.by_stretches(begin, end, [&](int64_t stretch, int64_t from, int64_t count, const float* x) {
+          kernels().weigh(x, count, temperature_, top_, weights, sums_.data() + stretch);
+          all += sums_[stretch];
+          own.look_at_stretch(race, weights, from, count, late / all);
+        });
+        const std::lock_guard<std::mutex> guard(alone);
+        first.take(own);
+        reach = std::min(reach, late / all);
+      });
+      if (first.token != kUndecided && first.time * first.near <= reach)
+        return first.is_sure(kRough) ? first.token : kUndecided;
+    }
+    return kUndecided;
+  }
+
   void look(const Race& race, double reach, First& first) const {
     std::mutex alone;
     over_stretches([&](int64_t, int64_t begin, int64_t end) {
       First own;
       own.look(race, weights_.data(), begin, end, reach);
-      if (own.token == kUndecided) return;
       const std::lock_guard<std::mutex> guard(alone);
-      first.offer(own.time, own.token);
-      first.next = std::min(first.next, own.next);
+      first.take(own);
     });
   }
 
@@ -179,8 +219,10 @@ class Chooser {
 
   void weigh_all() {
     weights_.resize(vocabulary_);
-    over_stretches([&](int64_t stretch, int64_t begin, int64_t end) {
-      kernels().weigh(x_ + begin, end - begin, temperature_, top_, weights_.data() + begin, sums_.data() + stretch);
+    over_stretches([&](int64_t, int64_t begin, int64_t end) {
+      x_.by_stretches(begin, end, [&](int64_t stretch, int64_t from, int64_t count, const float* x) {
+        kernels().weigh(x, count, temperature_, top_, weights_.data() + from, sums_.data() + stretch);
+      });
     });
   }
 
@@ -397,7 +439,7 @@ class Chooser {
   std::vector<Candidate> some_, kept_;  // what filters have left so far
   bool is_all_ = false;                 // whether those are all that are left
   std::vector<int32_t> by_weight_;
-  const float* x_ = nullptr;
+  Scores x_;
   bool is_few_ = false, is_exact_ = false;
   float highest_ = 0, temperature_ = 1, top_ = 0;
   double total_ = 0;  // of what the tokens weigh

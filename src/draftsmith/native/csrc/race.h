@@ -57,6 +57,16 @@ struct First {
       next = other, next_token = its_token;
   }
 
+  // Takes in what others have found among other tokens.
+  void take(const First& other) {
+    if (other.token == kUndecided) return;
+    offer(other.time, other.token);
+    next = std::min(next, other.next);
+  }
+
+  // Whether times that are off by so much, in relation to themselves, cannot change who is the first.
+  bool is_sure(double doubt) const { return next == static_cast<double>(kInfinity) || next - time > doubt * next; }
+
   // Takes in some tokens that arrive before `reach`, of which `ids` says who they are.
   void look(const Race& race, const float* weights, const int64_t* ids, int64_t count, double reach) {
     for (int64_t i = 0; i < count; ++i) {
@@ -68,16 +78,19 @@ struct First {
 
   // Takes in the tokens from `begin` to `end` that arrive before `reach`.
   void look(const Race& race, const float* weights, int64_t begin, int64_t end, double reach) {
+    for (int64_t start = begin; start < end; start += kStretch)
+      look_at_stretch(race, weights + start, start, std::min(kStretch, end - start), reach);
+  }
+
+  // The same for the tokens of a stretch, the first of which is `start` and weighs weights[0].
+  void look_at_stretch(const Race& race, const float* weights, int64_t start, int64_t count, double reach) {
     int32_t early[kStretch];
-    for (int64_t start = begin; start < end; start += kStretch) {
-      const int64_t count = std::min(kStretch, end - start);
-      const double bound = std::min(reach, time * near);
-      const int64_t found = kernels().early(weights + start, count, static_cast<uint32_t>(start), race.key(),
-                                            static_cast<float>(bound * 1.0001), early);
-      for (int64_t i = 0; i < found; ++i) {
-        const double weight = weights[start + early[i]];
-        if (weight > 0) offer(race.time(start + early[i]) / weight, start + early[i]);
-      }
+    const double bound = std::min(reach, time * near);
+    const int64_t found = kernels().early(weights, count, static_cast<uint32_t>(start), race.key(),
+                                          static_cast<float>(bound * 1.0001), early);
+    for (int64_t i = 0; i < found; ++i) {
+      const double weight = weights[early[i]];
+      if (weight > 0) offer(race.time(start + early[i]) / weight, start + early[i]);
     }
   }
 };

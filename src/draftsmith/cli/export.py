@@ -1,0 +1,134 @@
+"""`draftsmith export`: a trained drafter for vLLM."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.cli.common import (
+    MODELS,
+    OUTPUT,
+    DeviceOption,
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    ThreadsOption,
+    TrustOption,
+    check_outputs,
+    importing,
+    set_threads,
+)
+from draftsmith.types import DraftsmithError
+
+if TYPE_CHECKING:
+    from draftsmith.evaluation.peers.acceptance import SideBySide
+
+FAILED = 1
+CHECK = "Check"
+
+
+def export(
+    folder: Annotated[Path | None, typer.Argument(hidden=True)] = None,
+    target: TargetOption = None,
+    drafter: Annotated[
+        Path | None, typer.Option(help="Folder of a trained drafter.", rich_help_panel=MODELS)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The folder to write, which must not be there yet.", rich_help_panel=OUTPUT)
+    ] = None,
+    guesses: Annotated[
+        int | None,
+        typer.Option(help="Tokens that vLLM guesses a step; by default as many as the drafter learnt to, up to 5."),
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            help="The Python of an environment with vLLM: decode there with what was written, and compare.",
+            rich_help_panel=CHECK,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Prompts of your own, in any form that training reads.", rich_help_panel=CHECK),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Only prompts of this task: code, prose or dialogue.", rich_help_panel=CHECK)
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="How many, of 8 to 160 tokens.", rich_help_panel=CHECK)] = 24,
+    new_tokens: Annotated[int, typer.Option(help="Greedy tokens a prompt.", rich_help_panel=CHECK)] = 128,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "auto",
+    trust_remote_code: TrustOption = False,
+    threads: ThreadsOption = None,
+    json_path: JsonOption = None,
+) -> None:
+    """Write a trained drafter as vLLM reads it, with the command line that serves with it.
+
+    With --check, the same prompts are decoded here and in vLLM, and it is compared how many guesses stay: a drafter
+    that is read wrongly still gives the right text, only not sooner, and nothing else would say so.
+
+    The exit code is 1 if fewer stay in vLLM.
+
+    Example: `draftsmith export --target my-model --drafter runs/mine/drafter --out runs/mine/vllm --check
+    /opt/vllm/bin/python`
+    """
+    check_outputs(json_path)
+    if folder is not None and drafter is not None:
+        raise DraftsmithError(f"there is {folder} and --drafter {drafter}; give one of them.")
+    given = drafter or folder
+    if given is None or out is None:
+        missing = "--drafter, the folder of a trained drafter" if given is None else "--out, the folder to write"
+        raise DraftsmithError(f"give {missing}.")
+    if check is None and (data is not None or task is not None):
+        raise DraftsmithError("--data and --task say what to decode in a check; give --check too, or leave them out.")
+    if check is not None and not check.exists():
+        raise DraftsmithError(f"{check} does not exist; name the Python of an environment with vLLM.")
+    from draftsmith.workflows.given import check_models, check_prompts, require_trained
+
+    check_models(target, dtypes=(dtype,), device=device)
+    require_trained(given)
+    check_prompts(data, task)
+    with importing():
+        from draftsmith.evaluation.reporting.result_files import write_json
+        from draftsmith.workflows.exporting import export as run
+
+    notes, console = Console(stderr=True), Console()
+
+    def say(what: str) -> None:
+        notes.print(f"[dim]{what} …[/dim]", highlight=False)
+
+    set_threads(threads, notes)
+    result = run(
+        given, target, out=out, guesses=guesses, check=check, prompts=data, task=task, prompt_count=prompts,
+        new_tokens=new_tokens, dtype=dtype, device=device, trust_remote_code=trust_remote_code, console=notes,
+        on_progress=say,
+    )
+    console.print(f"Written to {result.folder}. To serve with it:\n", highlight=False, markup=False)
+    console.print(f"    {result.command}", highlight=False, markup=False, soft_wrap=True)
+    if result.compared is not None:
+        show(console, result.compared)
+    if json_path is not None:
+        write_json(json_path, result.as_json())
+    if not result.passed:
+        raise typer.Exit(FAILED)
+
+
+def show(console: Console, compared: "SideBySide") -> None:
+    """Print in how many steps how many guesses stayed, and the result in a sentence."""
+    table = Table(title="Steps in which so many guesses stay (greedy chains)", title_justify="left")
+    for name in ("guesses", "here", "in vLLM"):
+        table.add_column(name, justify="right")
+    steps, there = sum(compared.steps), sum(compared.steps_there)
+    for number, (own, theirs) in enumerate(zip(compared.stayed, compared.stayed_there, strict=True), start=1):
+        table.add_row(str(number), f"{own / steps:.1%}", f"{theirs / there:.1%}")
+    console.print()
+    console.print(table)
+    console.print(
+        f"{compared.same_texts} of {len(compared.steps)} texts are the same; both round differently.", style="dim",
+        highlight=False,
+    )
+    console.print(
+        compared.sentence(), style="green" if compared.passed else "red", markup=False, highlight=False
+    )
