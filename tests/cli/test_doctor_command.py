@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from draftsmith import __version__
 from draftsmith.cli import app
-from draftsmith.cli.statistics import show_statistics
+from draftsmith.cli.statistics import ratio_in_words, show_statistics
 from draftsmith.processor import usable_cores
 from draftsmith.types import Completion, Statistics
 from draftsmith.workflows import doctor
@@ -90,6 +90,12 @@ def test_threads_change_no_text_and_too_many_are_said_to_be(tmp_path: Path, thre
     assert one.exit_code == many.exit_code == 0 and one.stdout == many.stdout
     assert torch.get_num_threads() == too_many
     assert "threads on" not in one.stderr and f"{too_many} threads on" in many.stderr
+
+
+def test_a_ratio_is_told_only_where_it_can_be_true():
+    assert ratio_in_words(300.0, 200.0, 2.0, 0.0, 2) == ratio_in_words(300.0, 200.0, 2.0, None, 2) == "so this is 1.50×"
+    assert ratio_in_words(300.0, 200.0, 2.0, 1.26, 2) == "no ratio, because other programs took 1.3 of 2 cores"
+    assert ratio_in_words(300.0, 100.0, 2.0, 0.0, 2) == "no ratio, because the machine's speed changed meanwhile"
 
 
 @pytest.mark.parametrize(("short", "expected"), [(0.0, False), (0.25, True)])

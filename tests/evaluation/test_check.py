@@ -7,7 +7,6 @@ from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 import torch
@@ -34,31 +33,11 @@ from draftsmith.targets import KVCache, Nodes, Target
 from draftsmith.types import Context, DraftsmithError, SamplingParams, TargetFacts
 from draftsmith.workflows import given
 from draftsmith.workflows.bridge import EngineBridge
+from tests.helpers.taught import taught
 from tests.helpers.tiny import TOKENIZER_SIZE, prompts, save_tiny_target, tiny_model, tiny_target, tiny_tokenizer
 
-L = TypeVar("L", bound=TrainableModel)
 NEW_TOKENS = 24
 PROMPTS = prompts(9, shortest=3, longest=40, seed=6)
-
-
-def taught(target: Target, trained_model: L, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> L:
-    """Let it learn the target's texts behind some prompts by heart, so that guesses are accepted."""
-    trained_model.to(target.dtype)
-    examples = []
-    for text in own_texts(target, NoDrafter(), 0, starts, new_tokens, batch=9):
-        tokens_1T = torch.tensor([text.prompt_tokens + text.tokens])
-        features_1TF, _ = target.encode(tokens_1T[:, :-1], trained_model.taps)
-        examples.append((tokens_1T[:, 1:], features_1TF))
-    optimizer = torch.optim.Adam(trained_model.parameters(), lr=0.01)
-    for _ in range(25):
-        loss = torch.zeros((), dtype=target.dtype)
-        for tokens_1T, features_1TF in examples:
-            for d, logits_1TV in enumerate(trained_model(tokens_1T, features_1TF)):
-                loss = loss + torch.nn.functional.cross_entropy(logits_1TV[0, :-1], tokens_1T[0, d + 1 :])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return trained_model.eval().requires_grad_(False)
 
 
 def fitted(target: Target, starts: list[list[int]] = PROMPTS, new_tokens: int = NEW_TOKENS) -> MLPSpeculator:

@@ -189,3 +189,21 @@ def test_of_the_only_text_the_end_is_held_out(tmp_path: Path):
     (trained,), (held_out,) = (list(Source(section, 50, 1000, held_out=which).pieces()) for which in (False, True))
     assert (trained.content, held_out.content) == ("one two three four five six seven eight ", "nine ten")
     assert not trained.ends and held_out.ends, "an end token stands only where the document ends"
+
+
+def test_a_table_has_a_record_a_line(tmp_path: Path):
+    long = "word " * 40_000
+    rows = '\ufefftext,source\n"one, with a comma and\na new line",a\n,b\n"' + long + '",c,more\n'
+    (tmp_path / "texts.csv").write_text(rows, encoding="utf-8")
+    (tmp_path / "pairs.tsv").write_text('prompt\tcompletion\nwhat "now"?\tthat\n', encoding="utf-8")
+    assert list(documents_in(tmp_path / "texts.csv")) == ["one, with a comma and\na new line", "", long]
+    assert list(documents_in(tmp_path / "pairs.tsv")) == [Completion('what "now"?', "that")]
+
+
+def test_a_table_of_something_else_is_refused_by_itself_and_a_text_among_others(tmp_path: Path):
+    table = tmp_path / "numbers.csv"
+    table.write_text("year,price\n1999,3\n")
+    with pytest.raises(DraftsmithError, match="is a table with the columns year, price; name the one with the texts"):
+        Source(SourceSection(path=str(table)), 8, 1000)
+    found = Source(SourceSection(path=str(tmp_path)), 8, 1000)
+    assert list(found.documents()) == ["year,price\n1999,3\n"]

@@ -20,6 +20,7 @@ from draftsmith.cli.common import (
     importing,
     set_threads,
 )
+from draftsmith.cli.progress import progress
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -96,15 +97,13 @@ def export(
 
     notes, console = Console(stderr=True), Console()
 
-    def say(what: str) -> None:
-        notes.print(f"[dim]{what} …[/dim]", highlight=False)
-
     set_threads(threads, notes)
-    result = run(
-        given, target, out=out, guesses=guesses, check=check, prompts=data, task=task, prompt_count=prompts,
-        new_tokens=new_tokens, dtype=dtype, device=device, trust_remote_code=trust_remote_code, console=notes,
-        on_progress=say,
-    )
+    with progress(notes) as report:
+        result = run(
+            given, target, out=out, guesses=guesses, check=check, prompts=data, task=task, prompt_count=prompts,
+            new_tokens=new_tokens, dtype=dtype, device=device, trust_remote_code=trust_remote_code, console=notes,
+            on_progress=report,
+        )
     console.print(f"Written to {result.folder}. To serve with it:\n", highlight=False, markup=False)
     console.print(f"    {result.command}", highlight=False, markup=False, soft_wrap=True)
     if result.compared is not None:

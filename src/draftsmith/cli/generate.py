@@ -53,6 +53,7 @@ from draftsmith.cli.plans import (
     read_rules,
 )
 from draftsmith.plan import NO_DRAFT
+from draftsmith.processor import Watch
 from draftsmith.types import LOSSY, Completion, DraftsmithError, SamplingParams
 
 if TYPE_CHECKING:
@@ -227,17 +228,19 @@ def generate(
         engine = fit_drafts(engine, drafter, notes, says_kept=stats, anew=remeasure)
     from draftsmith.native import seconds_short
 
-    short_before = seconds_short()
+    short_before, watch = seconds_short(), Watch()
     completions = write_out(engine, asked, params, shape)
     if n > 1 and temperature == 0:
         notes.print(f"[dim]At temperature 0 all {n} texts are the same; --temperature 0.8 makes them differ.[/dim]")
     if not all(completion.statistics.lossless for completion in completions):
         notes.print(f"[dim]This text is {LOSSY}: it is not distributed as the target's own.[/dim]")
     if stats:
-        from draftsmith.cli.statistics import drafts_in_words, show_statistics
+        from draftsmith.cli.statistics import drafts_in_words, plain_pace, show_statistics
 
-        short_s, rows = seconds_short() - short_before, min(n, engine.max_batch)
-        show_statistics(notes, completions, drafts_in_words(engine, shape), rows / engine.pace(rows), short_s)
+        short_s, drafted = seconds_short() - short_before, drafts_in_words(engine, shape)
+        rows = min(n, engine.max_batch)
+        plain = rows / plain_pace(engine, rows)
+        show_statistics(notes, completions, drafted, plain, short_s, watch.others())
     if json_path is not None:
         from draftsmith.evaluation.reporting.result_files import write_json
         from draftsmith.provenance import provenance

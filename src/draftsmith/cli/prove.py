@@ -1,13 +1,11 @@
 """`draftsmith prove`: is this pair of target and drafter lossless on this machine?"""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from draftsmith.cli.common import (
@@ -37,6 +35,7 @@ from draftsmith.cli.plans import (
     read_drafts,
     read_rules,
 )
+from draftsmith.cli.progress import progress
 from draftsmith.cli.serve import check_packages
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -150,29 +149,6 @@ def prove(
         write_json(json_path, result.as_json())
     if result.verdict == "defect":
         raise typer.Exit(DEFECT)
-
-
-@contextmanager
-def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar for each part of the work as it comes; where that is not a terminal, a line."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=console, transient=True)
-    tasks: dict[str, TaskID] = {}
-
-    def report(what: str, done: int, total: int) -> None:
-        part = what.partition(":")[0]
-        if console.is_terminal:
-            bars.start()  # with the first of the work; what is said of loading comes before
-        elif part not in tasks:
-            console.print(f"[dim]now: {part}[/dim]", highlight=False)
-        if part not in tasks:
-            tasks[part] = bars.add_task(what, total=total)
-        bars.update(tasks[part], description=what, completed=done)
-
-    try:
-        yield report
-    finally:
-        bars.stop()
 
 
 def show(console: Console, proof: "Proof", small_drafter: str, quick: bool) -> None:

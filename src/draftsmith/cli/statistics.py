@@ -1,16 +1,22 @@
 """What `--stats` shows: which drafts were made, what they cost and brought, and what plain decoding would bring."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from draftsmith.processor import BUSY, usable_cores
 from draftsmith.types import Completion, Statistics
 
 if TYPE_CHECKING:
     from draftsmith.engine import Engine
     from draftsmith.plan import Plan
+
+
+FEW_STEPS, LEAST_S, MOST_STEPS = 8, 0.2, 192
+"""A plain step is timed over a few, or over as many as take so many seconds, but not over more than `MOST_STEPS`."""
 
 
 def drafts_in_words(engine: "Engine", plan: "Plan | None") -> str:
@@ -26,8 +32,30 @@ def drafts_in_words(engine: "Engine", plan: "Plan | None") -> str:
     return "\n".join(said) or "none"
 
 
+def plain_pace(engine: "Engine", rows: int) -> float:
+    """Return the seconds that a plain step takes now, measured for long enough to be compared with."""
+    took = engine.pace(rows)
+    steps = min(MOST_STEPS, math.ceil(LEAST_S / took))
+    return took if steps <= FEW_STEPS else engine.pace(rows, steps=steps)
+
+
+def ratio_in_words(speed: float, plain: float, tau: float, others: float | None, cores: int) -> str:
+    """Say how many times as fast as plain decoding a text was, or why that cannot be said.
+
+    Args:
+        speed, plain: tokens a second.
+        tau: tokens a step, more than which nothing can be gained.
+        others: the cores that other programs took in the meantime; None if that is unknown.
+    """
+    if others is not None and others > BUSY * cores:
+        return f"no ratio, because other programs took {min(others, cores):.1f} of {cores} cores"
+    ratio = speed / plain
+    return f"so this is {ratio:.2f}×" if ratio <= tau else "no ratio, because the machine's speed changed meanwhile"
+
+
 def show_statistics(
-    console: Console, completions: Sequence[Completion], drafts: str, plain: float, short_s: float = 0.0
+    console: Console, completions: Sequence[Completion], drafts: str, plain: float, short_s: float = 0.0,
+    others: float | None = None,
 ) -> None:
     """Print what drafting cost and brought, the formulas beside the numbers.
 
@@ -35,6 +63,7 @@ def show_statistics(
         drafts: which were made.
         plain: tokens a second that plain decoding brings now.
         short_s: seconds for which native operators had fewer threads than they wanted.
+        others: the cores that other programs took from the beginning of the text on; None if that is unknown.
     """
     total = Statistics()
     for completion in completions:
@@ -68,7 +97,8 @@ def show_statistics(
         speed = decoded / total.decode_s
         rows.append(("the same without prompts", f"{speed:.1f}"))
         # Where nothing was drafted, a ratio would only be noise.
-        beside = f"{plain:.1f} (so this is {speed / plain:.2f}×)" if total.drafted else "this was it"
+        told = ratio_in_words(speed, plain, total.tokens_per_step, others, len(usable_cores()))
+        beside = f"{plain:.1f} ({told})" if total.drafted else "this was it"
         rows.append(("plain decoding now, without prompts", beside))
     for row in rows:
         table.add_row(*row)

@@ -16,17 +16,23 @@ LONG_ESTIMATE = "so the estimate may be too long; the run itself takes as many s
 
 
 @contextmanager
-def watched(console: Console, consequence: str, others: Callable[[], float | None] | None = None) -> Iterator[None]:
+def watched(
+    console: Console, consequence: str, others: Callable[[], float | None] | None = None
+) -> Iterator[list[str]]:
     """Say at the end of the `with` block whether other programs disturbed what was timed in it.
+
+    What was said is in the list that it gives.
 
     Args:
         consequence: what they may have done to the result, as the end of the sentence.
         others: returns the time that others took, in cores; None where the system does not tell, and nothing is said.
     """
     taken = Watch().others if others is None else others
-    yield
+    said: list[str] = []
+    yield said
     told = disturbance_in_words(taken(), len(usable_cores()), consequence)
     if told is not None:
+        said.append(told)
         say(console, told)
 
 

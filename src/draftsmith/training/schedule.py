@@ -8,6 +8,11 @@ LAST_SHARE = 0.05
 """Where nobody says at which rate a stage ends, it ends at this share of the rate that it falls from."""
 
 
+def last_rate(peak: float) -> float:
+    """Return the rate at which a stage ends if nobody says it, in as many digits as one would write."""
+    return float(f"{peak * LAST_SHARE:.6g}")
+
+
 def learning_rate(step: int, steps: int, peak: float, final: float) -> float:
     """Return the rate of step 0 … steps - 1 of a stage.
 

@@ -28,6 +28,7 @@ def train(
     foretell: Foretell | None = None,
     go_on: str | None = None,
     measured_on: str | None = None,
+    on_step: Callable[[], None] = lambda: None,
 ) -> TrainingResult:
     """Train the recipe's drafter for a frozen target or, with a section `joint`, the target as well.
 
@@ -42,6 +43,7 @@ def train(
         go_on: how to resume after Ctrl-C, for the message, if not with `resume`.
         on_drafter: receives the speculator so far before stage 2 generates, to make generating faster.
         measured_on: digest of what `evaluate` decodes; a run is not resumed with another one.
+        on_step: called after every step.
         foretell: receives the work before it is done, and a step to try out that changes nothing.
 
     Raises:
@@ -52,6 +54,7 @@ def train(
     if go_on is not None:
         run.go_on = go_on
     run.folder.measured_on = measured_on
+    run.on_step = on_step
     if dry_run:
         return run.plan_only(resume)
     with one_gentle_interrupt() as interrupted:

@@ -62,6 +62,7 @@ class TrainingRun:
         self.folder = RunFolder(recipe, target.facts())
         self.checkpoints = Checkpoints(self.folder.path, recipe.output.keep)
         self.go_on = "go on with --resume (resume=True)"
+        self.on_step: Callable[[], None] = lambda: None
         self.progress = Progress.start(recipe)
         self.material = Material(recipe, target, self.folder, console)
         self.held_out_loss = HeldOutLoss(recipe, target)
@@ -206,6 +207,7 @@ class TrainingRun:
                 if number == 2:
                     self._write_texts(self._needed_now(), bars, interrupted)
                 record = self._one_step(stage, progress.step - progress.begun)
+                self.on_step()
                 bars.update(bar, advance=1, description=f"{name}, loss {record['loss']:.3f}")
                 if progress.step % output.log_every == 0 or progress.step == end:
                     self.folder.log({"step": progress.step, "stage": str(number), **record})

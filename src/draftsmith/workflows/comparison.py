@@ -16,7 +16,7 @@ from draftsmith.evaluation.comparison.methods import measure_methods
 from draftsmith.evaluation.comparison.orderings import orderings, summary
 from draftsmith.evaluation.comparison.plots import figures
 from draftsmith.evaluation.comparison.questions import Settings, gather
-from draftsmith.evaluation.comparison.tables import to_markdown, verdict
+from draftsmith.evaluation.comparison.tables import to_markdown, too_short, verdict
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.evaluation.reporting.result_files import ensure_folder, write_report
 from draftsmith.provenance import provenance
@@ -293,7 +293,7 @@ def compare(
         "families": weighed,
         "cells": cells,
         "orderings": ordered,
-        "verdict": verdict(cells, tasks) + summary(ordered),
+        "verdict": too_short(weighed) + verdict(cells, tasks) + summary(ordered),
     }
     result = CompareResult.model_validate(values)
     found = result.as_json()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.drafters.family import Family, read_spec
 from draftsmith.drafters.registry import families, family_named
 from draftsmith.training.recipe import Recipe, build_recipe
-from draftsmith.training.schedule import LAST_SHARE
+from draftsmith.training.schedule import last_rate
 from draftsmith.training.wording import counted
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.choice import Choice
@@ -194,7 +194,7 @@ def recipe_for(
             "stage2": {
                 "steps": steps, "batch": BATCH, "prompt_tokens": PROMPT_TOKENS, "new_tokens": budget.text_tokens,
                 "temperature": 0, "epochs": epochs or passes(steps * BATCH, budget.texts), "generate_batch": 64,
-                "positions_per_sequence": POSITIONS, "rate": choice.rate, "final_rate": choice.rate * LAST_SHARE,
+                "positions_per_sequence": POSITIONS, "rate": choice.rate, "final_rate": last_rate(choice.rate),
                 "texts": str(budget.path),
             },
             "distillation": {"weight": 0.5},

@@ -81,7 +81,7 @@ def export(
     device: str = "auto",
     trust_remote_code: bool = False,
     console: Console | None = None,
-    on_progress: Callable[[str], None] = lambda what: None,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> ExportResult:
     """Write a trained drafter as vLLM reads it, and on request decode with it here and there.
 
@@ -96,7 +96,7 @@ def export(
         dtype, device: of that check.
         trust_remote_code: run code that comes with the target.
         console: where loading is reported; nowhere by default.
-        on_progress: receives what is being done.
+        on_progress: receives what is being done, and how much of how much of it is done.
 
     Raises:
         DraftsmithError: a drafter that vLLM cannot run, or of another target, or a folder that is there already.

@@ -33,7 +33,7 @@ READY_HOPE = 4.0
 texts that suit it far better than the measured ones."""
 MEMORY_HOPE = 0.85
 """A drafter with a model's memory reads every text even when it does not draft, so its gain has to be clear."""
-DISTURBED_FOR_S = 3600.0
+DISTURBED_FOR_S = 600.0
 """A profile that was measured while other programs disturbed the machine is used for this long."""
 FORMAT = 33
 """Increased when the content or the format of the profile changes; then everything is measured again."""
@@ -151,10 +151,18 @@ def fitted_engines(
 
 def in_words(found: Fit, policy: Fitted, rows: int = 1) -> str:
     """Return a line that says which drafts are made, and why; at most `rows` rows are decoded together."""
+    said = _drafts_in_words(found, policy, rows)
+    if found.quiet:
+        return said
+    return (
+        "For now, because other programs disturbed the measurement (it is made again after ten minutes, or now with "
+        f"--remeasure): {said[0].lower()}{said[1:]}"
+    )
+
+
+def _drafts_in_words(found: Fit, policy: Fitted, rows: int) -> str:
     profile, arm = found.profile, policy.typical
     when = f"measured in {found.seconds:.1f} s" if found.seconds else "measured before"
-    if not found.quiet:
-        when += " while other programs disturbed it, so again in an hour, or now with --remeasure"
     if policy.is_fixed:
         tried = max(profile.arms[1:], key=lambda one: profile.gain(one, rows), default=None)
         beside = f" for {rows} texts at a time" if rows > 1 else ""

@@ -14,7 +14,7 @@ from draftsmith.training.build import build_drafter
 from draftsmith.training.data.reader import Reader
 from draftsmith.training.data.survey import Survey, survey
 from draftsmith.training.recipe import Recipe, build_recipe
-from draftsmith.training.schedule import LAST_SHARE
+from draftsmith.training.schedule import LAST_SHARE, last_rate
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.terminal import say
 from draftsmith.training.wording import counted
@@ -111,7 +111,7 @@ def by_data(found: Survey, recipe: Recipe, target: Target) -> list[Choice]:
     ]
     family = family_named(recipe.drafter.family)
     choices += [Choice(f"stage{number}.rate", family.rate, f"suits {family.name}") for number in (1, 2)]
-    final = family.rate * LAST_SHARE
+    final = last_rate(family.rate)
     choices += [Choice(f"stage{number}.final_rate", final, f"{LAST_SHARE:.0%} of that") for number in (1, 2)]
     restricts = family.compared.options.get("draft_vocab_size") != 0
     if target.vocab_size > LARGE_VOCABULARY and restricts and recipe.drafter.init_from is None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from draftsmith.drafters.registry import DEFAULT_FAMILY, family_named, family_of
 from draftsmith.drafters.trainable import storage
 from draftsmith.dtypes import check_dtype
 from draftsmith.evaluation.prompts import write_prompts
+from draftsmith.processor import Watch, use_threads
 from draftsmith.provenance import provenance
 from draftsmith.targets.loading.place import check_place
 from draftsmith.training.checkpoint import Checkpoints
@@ -22,7 +24,7 @@ from draftsmith.training.interruption import interrupted_before_a_checkpoint
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
 from draftsmith.training.result import TrainingResult
 from draftsmith.training.run_folder import RunFolder
-from draftsmith.training.schedule import LAST_SHARE
+from draftsmith.training.schedule import last_rate
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.held_out import OWN, Evaluation, Probe, settle
 from draftsmith.workflows.models import Loading, load_target, quiet
@@ -122,9 +124,9 @@ def train(
     base, starts = recipe, recipe is None and another and not resume
     if minutes is not None and not starts:
         instead = "leave it out to go on" if resume else "set stage1.steps and stage2.steps instead"
-        raise DraftsmithError(f"--minutes (minutes=) is for a new run without a recipe; {instead}.")
+        raise DraftsmithError(f"--minutes is for a new run without a recipe; {instead}.")
     if minutes is not None and minutes <= 0:
-        raise DraftsmithError(f"--minutes (minutes=) is {minutes:g}; give a positive number.")
+        raise DraftsmithError(f"--minutes is {minutes:g}; give a positive number.")
     chosen = [*named(target, data, family, init_from, out), *overrides]
     chosen += final_rates(overrides) if starts else []
     asked, shown = evaluation or Evaluation(), console or quiet()
@@ -158,9 +160,11 @@ def train(
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
     check(settled)
 
-    with interrupted_before_a_checkpoint(Checkpoints(Path(settled.output.folder).expanduser(), settled.output.keep)):
-        from draftsmith.processor import use_threads
+    checkpoints = Checkpoints(Path(settled.output.folder).expanduser(), settled.output.keep)
+    watch = Watch()
+    with interrupted_before_a_checkpoint(checkpoints), ExitStack() as opened:
         from draftsmith.training.disturbance import LONG_ESTIMATE, SHORT_PLAN, watched
+        from draftsmith.training.neighbours import yielding
         from draftsmith.training.terminal import say
         from draftsmith.training.train import train as run
         from draftsmith.workflows.bridge import EngineBridge
@@ -170,6 +174,7 @@ def train(
         note = use_threads(threads)
         if note is not None:
             say(shown, note)
+        look = opened.enter_context(yielding(shown, threads, watch))
         frozen, dtype = settled.joint is None, settled.target.dtype
         if not frozen and dtype == "auto":
             dtype = "fp32"
@@ -183,11 +188,13 @@ def train(
             loaded, probe.prompts, probe.prompts_a_task, probe.new_tokens, probe.prompt_tokens,
             {"temperature": second.temperature, "top_k": second.top_k},
         )
+        look()
         pace: Pace | None = None
+        disturbed: list[str] = []
         if starts:
             assert isinstance(recipe, dict)
             given_minutes = DEFAULT_MINUTES if minutes is None else minutes
-            with watched(shown, SHORT_PLAN):
+            with watched(shown, SHORT_PLAN) as disturbed:
                 settled, pace = choose(recipe, chosen, loaded, bridge, minutes=given_minutes, console=shown)
         for sentence in filter(None, (probe.sentence(), probe.warning)):
             shown.print(sentence, highlight=False, markup=False)
@@ -201,8 +208,10 @@ def train(
 
         result = run(
             settled, target=loaded, generate=bridge.generate, evaluate=bridge.evaluate, resume=resume, dry_run=dry_run,
-            console=shown, on_drafter=bridge.use, foretell=foretell, measured_on=bridge.digest,
+            console=shown, on_drafter=bridge.use, foretell=foretell, measured_on=bridge.digest, on_step=look,
         )
+        for sentence in disturbed:  # once more, where it is seen: the result may be worse for it
+            say(shown, sentence)
     given = None if wrapped is not None else settled.target.name
     return TrainResult(provenance(target=loaded.name), result, probe, given, prompt_file(asked, probe, result, dry_run))
 
@@ -255,7 +264,7 @@ def final_rates(overrides: Sequence[str]) -> list[str]:
         rate = given.get(f"{stage}.rate")
         if rate is not None and f"{stage}.final_rate" not in given:
             try:
-                found.append(f"{stage}.final_rate={float(rate) * LAST_SHARE}")
+                found.append(f"{stage}.final_rate={last_rate(float(rate))}")
             except ValueError:  # refused with the other overrides
                 continue
     return found
@@ -368,7 +377,7 @@ def starter_recipe(family: str) -> dict[str, Any]:
     divergence from the target's own distribution.
     """
     rate = family_named(family).rate
-    rates = {"rate": rate, "final_rate": rate * LAST_SHARE, "batch": 16}
+    rates = {"rate": rate, "final_rate": last_rate(rate), "batch": 16}
     return {
         "drafter": {"family": family},
         "data": {"sources": [{"path": str(assets.prompt_file("train"))}]},

@@ -45,27 +45,25 @@ def heads_of(drafter: Published) -> int:
 
 
 def medusa_for_vllm(drafter: Published, target: VllmTarget) -> Published:
-    """Return Medusa heads in vLLM's layout; those that share the target's projection take a copy of it along."""
+    """Return Medusa heads in vLLM's layout; those that share the target's projection take a copy of all of it along.
+
+    vLLM has a name for a part of the vocabulary, `token_map`, but refuses files that hold one.
+    """
     tensors = {name.removeprefix(PREFIX): tensor for name, tensor in drafter.tensors.items()}
     own = f"0.{drafter.config.get('medusa_num_layers', 1)}.weight" in tensors
     keys: dict[str, Any] = {
         "architectures": ["MedusaModel"], "model_type": "medusa", "medusa_num_heads": heads_of(drafter),
         "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
     }
-    draft_tokens = tensors.pop("d2t", None)
-    if draft_tokens is not None:
-        if own:
-            raise DraftsmithError(
-                "vLLM reads no Medusa heads that score a part of the vocabulary and have projections of their own; "
-                "train some with drafter.draft_vocab_size=0, or with drafter.tie_to_target=true."
-            )
-        keys["truncated_vocab_size"] = len(draft_tokens)
-        tensors["token_map"] = draft_tokens
+    if tensors.pop("d2t", None) is not None and own:
+        raise DraftsmithError(
+            "vLLM runs no Medusa heads that score a part of the vocabulary by projections of their own; train some "
+            "with drafter.draft_vocab_size=0, or with drafter.tie_to_target=true."
+        )
     if not own:
         keys["original_lm_head"] = True
-        head = target.head()
-        tensors["lm_heads.0.weight"] = head if draft_tokens is None else head[draft_tokens.to(head.device)]
-    return drafter.changed(keys, tensors)
+        tensors["lm_heads.0.weight"] = target.head()
+    return drafter.without("draft_vocab_size").changed(keys, tensors)
 
 
 FAMILY = trained_in(

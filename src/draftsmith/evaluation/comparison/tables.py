@@ -121,6 +121,10 @@ def span(value: float, ends: Sequence[float], unit: str = "") -> str:
     return f"{value:.2f}{unit} ({ends[0]:.2f}–{ends[1]:.2f})"
 
 
+FEW_POSITIONS = 100_000
+"""A family that learnt from fewer positions still improves fast."""
+
+
 def verdict(cells: Cells, tasks: Sequence[str]) -> list[str]:
     """Say which method to use for which task, how much it gains, and which methods never pay and why."""
     sentences = []
@@ -197,6 +201,21 @@ def losers(cells: Cells) -> list[str]:
             )
         )
     return sentences
+
+
+def too_short(families: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say which families were trained too little for a judgement of the families."""
+    short = {family["name"]: family["training_positions"] for family in families if family.get("training_positions")}
+    short = {name: positions for name, positions in short.items() if positions < FEW_POSITIONS}
+    if not short:
+        return []
+    least = f"{min(short.values()):,}"
+    most = f"{max(short.values()):,}"
+    seen = least if least == most else f"{least} to {most}"
+    return [
+        f"{', '.join(short)} learnt from {seen} positions only, so all of this says more of the budget than of "
+        f"{'these families' if len(short) > 1 else 'this family'}; raise --positions, or give --minutes."
+    ]
 
 
 def to_markdown(result: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ ENOUGH = 0.95
 reads wrongly, it brings hardly more than one."""
 ROOM = 16
 """Tokens that vLLM gets beyond a text, for guesses."""
+HERE, STARTING, THERE = "decoding here", "starting vLLM", "decoding in vLLM"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class SideBySide:
 
 def side_by_side(
     target: Target, drafter: Path, name: str, settings: Mapping[str, Any], python: Path,
-    prompts: Sequence[Sequence[int]], new_tokens: int, trust_remote_code: bool, say: Callable[[str], None],
+    prompts: Sequence[Sequence[int]], new_tokens: int, trust_remote_code: bool,
+    on_progress: Callable[[str, int, int], None],
 ) -> SideBySide:
     """Decode with a drafter here, and in vLLM with what was exported from it.
 
@@ -95,11 +97,12 @@ def side_by_side(
         python: of an environment with vLLM.
     """
     guesses = int(settings["num_speculative_tokens"])
-    say("decoding here")
+    on_progress(HERE, 0, 1)
     engine = Engine(target, load_drafter(str(drafter), target), plan=Plan((1,) * guesses), max_batch=8)
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     found = require_finished(engine.generate([list(prompt) for prompt in prompts], params))
-    say("starting vLLM")
+    on_progress(HERE, 1, 1)
+    on_progress(STARTING, 0, 1)
     arguments = {
         "model": name, "dtype": str(target.dtype).removeprefix("torch."), "skip_tokenizer_init": True,
         "max_model_len": min(target.max_length, max(map(len, prompts)) + new_tokens + ROOM), "max_num_seqs": 1,
@@ -110,9 +113,10 @@ def side_by_side(
         arguments["gpu_memory_utilization"] = 0.5  # the rest is in use here
     steps, texts, stayed = list[int](), list[list[int]](), [0] * guesses
     with Vllm(python, arguments) as vllm:
+        on_progress(STARTING, 1, 1)
         before = 0
-        for number, prompt in enumerate(prompts, start=1):
-            say(f"decoding in vLLM, {number} of {len(prompts)}")
+        for number, prompt in enumerate(prompts):
+            on_progress(THERE, number, len(prompts))
             decoded = vllm.generate([prompt], new_tokens)
             drafts = int(decoded.counters.get("drafts", 0))
             # Of a text without a single guess, every token took a step.

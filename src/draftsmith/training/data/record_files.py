@@ -1,5 +1,6 @@
-"""Records from files and data sets: text, JSON lines (also .gz and .xz), JSON lists, parquet, and the hub."""
+"""Records from files and data sets: text, JSON lines (also .gz and .xz), JSON lists, tables, parquet, and the hub."""
 
+import csv
 import gzip
 import json
 import lzma
@@ -17,6 +18,11 @@ from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson")
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""The endings of tables, with what stands between their columns."""
+COLUMNS = ("text", "prompt")
+"""A table whose first line names one of these columns has a record a line; any other is a text."""
+LONGEST_FIELD = 2**31 - 1
 Located = tuple[Mapping[str, Any], str]
 """A record, and where it was found."""
 
@@ -29,12 +35,18 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
     """Return the files to read at a path, and how many files of a folder are left out, by reason.
 
     Raises:
-        DraftsmithError: the path is a file that is not text.
+        DraftsmithError: the path is a file that is not text, or a table without a column of texts.
     """
     if not path.is_dir():
         if _is_binary(path):
             raise DraftsmithError(
                 f"{path} is no text; give text in UTF-8, {', '.join(JSON_LINES)} or .parquet, or unpack it."
+            )
+        names = _columns(path) if path.suffix in TABLES else []
+        if path.suffix in TABLES and not any(name in COLUMNS for name in names):
+            raise DraftsmithError(
+                f"{path} is a table with the columns {', '.join(names) or '(none)'}; name the one with the texts "
+                "`text`, or two of them `prompt` and `completion`."
             )
         return [path], Counter()
     files, left_out = [], Counter[str]()
@@ -88,6 +100,8 @@ def records_in(file: Path, strict: bool = False) -> Iterator[Located]:
         return _json_lines(file, errors)
     if file.suffix == ".parquet":
         return _parquet(file)
+    if file.suffix in TABLES and any(name in COLUMNS for name in _columns(file)):
+        return _table(file, errors)
     try:
         text = file.read_text(encoding="utf-8", errors=errors)
     except UnicodeDecodeError as error:
@@ -177,6 +191,31 @@ def _json_lines(path: Path, errors: str) -> Iterator[Located]:
         if not isinstance(record, dict):
             raise DraftsmithError(f"{where} is no JSON object; fix or remove that line.")
         yield record, where
+
+
+def _columns(path: Path) -> list[str]:
+    """Return the names in the first line of a table."""
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+            return next(csv.reader(lines, delimiter=TABLES[path.suffix]), [])
+    except csv.Error:
+        return []
+
+
+def _table(path: Path, errors: str) -> Iterator[Located]:
+    csv.field_size_limit(LONGEST_FIELD)  # of the whole process; by default a text may have 131,072 letters
+    with path.open(encoding="utf-8-sig", errors=errors, newline="") as lines:
+        rows = csv.DictReader(lines, delimiter=TABLES[path.suffix])
+        while True:
+            try:
+                row = next(rows, None)
+            except (csv.Error, UnicodeDecodeError) as error:
+                where = f"{path}, line {rows.line_num},"
+                raise DraftsmithError(f"{where} cannot be read as a table ({error}); fix or remove it.") from error
+            if row is None:
+                return
+            # Fields beyond the named columns have no name.
+            yield {name: value for name, value in row.items() if name is not None}, f"{path}, line {rows.line_num},"
 
 
 def _parquet(path: Path) -> Iterator[Located]:
