@@ -122,3 +122,19 @@ def test_a_policy_does_not_hear_its_own_time_and_the_statistics_do():
     [done] = Engine(tiny_target(), None, policy=policy).generate(prompts(1), params)
     spent = done.statistics.target_s + done.statistics.drafter_s + done.statistics.rest_s
     assert len(policy.heard) == 3 and spent - sum(policy.heard) >= 3 * 0.02
+
+
+@pytest.mark.parametrize(("plain_s", "gain", "left", "pays"), [
+    (1e-4, 1.3, 99, True),  # a change costs four of the shortest steps, which a whole text pays back
+    (1e-4, 1.3, 12, False),
+    (1e-4, 1.1, 99, False),
+    (1e-3, 1.3, 12, True),
+])
+def test_what_a_change_costs_is_paid_back_by_time_and_not_only_by_steps(
+    plain_s: float, gain: float, left: float, pays: bool
+):
+    drafted = 1.5 * plain_s / gain
+    profile = Profile((1,), (Arm(NO_DRAFT, (), (plain_s,)), Arm(Plan((1,)), (0.5,), (drafted,))))
+    policy, load, rows = Fitted(Known(profile)), Load(1, 0, 0, 1), rows_of([object()], most=left)
+    policy.choose(load, rows)
+    assert (policy.reasons(load, rows)[0].kind == "pays") == pays  # otherwise it may be on trial

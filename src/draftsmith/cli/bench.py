@@ -176,6 +176,12 @@ def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         bars.stop()
 
 
+LEGEND = (
+    "0 is plain decoding, any other number drafts so many paths a step, and fitted what pays here, as generate and "
+    "serve do. τ is tokens a step, where something was drafted."
+)
+
+
 def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
     """Print one table a prompt length, in the report's layout, τ in the last row; a wide one in several pieces."""
     for length in sorted({cell["prompt_tokens"] for cell in cells}):
@@ -196,6 +202,7 @@ def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
             table.add_section()
             table.add_row("τ", *tau)
             console.print(table)
+        console.print(LEGEND, style="dim", highlight=False)
         if any(cell["candidates"] for cell in mine):
             console.print(verdict(mine))
 
@@ -263,8 +270,9 @@ def entry(cell: Mapping[str, Any]) -> str:
 
 
 def mean_tau(cells: Sequence[Mapping[str, Any]]) -> str:
-    """τ over all batch sizes, as the report gives it; empty for a peer, which does not tell."""
-    values = [cell["tokens_per_step"] for cell in cells if "tokens_per_step" in cell]
+    """τ over the batch sizes at which something was drafted, or over all; empty for a peer, which does not tell."""
+    drafting = [cell for cell in cells if cell.get("drafted") != 0] or cells
+    values = [cell["tokens_per_step"] for cell in drafting if "tokens_per_step" in cell]
     return f"{sum(values) / len(values):.2f}" if values else ""
 
 

@@ -9,8 +9,9 @@ from draftsmith.engine.trials import Offer, Trials
 
 PATIENCE = 1.03
 """A change to another plan has to make decoding this many times as fast, and so does any draft against none."""
-EARNED_BACK = 12
-"""Within how many steps a change of plan must have paid for what it costs."""
+EARNED_BACK, EARNED_BACK_S = 12, 0.005
+"""Within how many steps a change of plan must have paid for what it costs, or within as many as take so many seconds:
+where a step takes a tenth of a millisecond, a dozen of them pay for nothing."""
 LAID_ASIDE = SETTLES_PLAIN + SEEN
 """Steps before what was drafted for longer than a trial is tried again. If it was laid aside because plain steps were
 thought to be faster than they are, it is known by then how long they take now."""
@@ -50,7 +51,8 @@ class Settling:
         best = max(range(1, len(values)), key=values.__getitem__)
         gained = passed * (values[row.arm] - values[0])
         self._trials.purse.earn(row.sampled, passed * offer.brings(row.arm), gained, offer.rows)
-        earned = offer.change_s / (min(EARNED_BACK, offer.left) * spent[row.arm])
+        within = max(EARNED_BACK, EARNED_BACK_S / (offer.rows * spent[row.arm]))
+        earned = offer.change_s / (min(within, offer.left) * spent[row.arm])
         drafting = self._whose[row.arm]
         on_trial = drafting != NOBODY and row.evidence[drafting].goes_on(passed)
         if row.trying and row.settled:
