@@ -36,16 +36,19 @@ def train(folder: Path, steps: int, threads: tuple[str, ...]) -> subprocess.Pope
 def seconds_of(steps: int, threads: tuple[str, ...], beside: str) -> float:
     """Return the seconds of a training; of the slower one where there are two."""
     with tempfile.TemporaryDirectory() as place:
-        loops = [subprocess.Popen([sys.executable, "-c", LOOP]) for _ in range(0 if beside == TWIN else int(beside))]
-        begun = time.perf_counter()
-        both = [train(Path(place) / str(number), steps, threads) for number in range(2 if beside == TWIN else 1)]
+        running: list[subprocess.Popen[bytes]] = []
         try:
+            for _ in range(0 if beside == TWIN else int(beside)):
+                running.append(subprocess.Popen([sys.executable, "-c", LOOP]))
+            begun = time.perf_counter()
+            both = [train(Path(place) / str(number), steps, threads) for number in range(2 if beside == TWIN else 1)]
+            running += both
             assert [one.wait() for one in both] == [0] * len(both), "a training failed"
             return time.perf_counter() - begun
         finally:
-            for loop in loops:
-                loop.kill()
-                loop.wait()
+            for one in running:
+                one.kill()
+                one.wait()
 
 
 def run() -> None:
@@ -53,14 +56,15 @@ def run() -> None:
     parser = arguments(__doc__, "training_neighbours")
     parser.add_argument("--beside", nargs="+", default=["0", "1", "2", TWIN], help="busy loops, or twin")
     parser.add_argument("--steps", nargs=2, type=int, default=[4, 24], help="of the short and of the longer run")
+    parser.add_argument("--settings", nargs="+", default=list(THREADS), choices=list(THREADS))
     parser.add_argument("--rounds", type=int, default=2)
     args = start(parser)
     short, long = args.steps
     cells: list[dict[str, Any]] = []
     for beside in args.beside:
-        found: dict[str, list[float]] = {name: [] for name in THREADS}
+        found: dict[str, list[float]] = {name: [] for name in args.settings}
         for turn in range(args.rounds):
-            names = list(THREADS)
+            names = list(args.settings)
             random.Random(turn).shuffle(names)
             for name in names:
                 say(f"beside {beside}: {name} threads, round {turn + 1} of {args.rounds}")
@@ -68,7 +72,7 @@ def run() -> None:
                 found[name].append((spent[1] - spent[0]) / (long - short))
         cells.append({"beside": beside, "seconds_a_step": found})
     show_table(
-        "Seconds a step of stage 1, median (all rounds)", ["beside", *THREADS],
+        "Seconds a step of stage 1, median (all rounds)", ["beside", *args.settings],
         [[cell["beside"], *(told(values) for values in cell["seconds_a_step"].values())] for cell in cells],
     )
     finish(args, {"cells": cells})

@@ -1,6 +1,7 @@
 """`draftsmith generate`: what it reads as a prompt, and what it says of the precision it reads weights in."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -157,8 +158,9 @@ def test_statistics_compare_with_plain_decoding_only_where_something_was_drafted
     drafted = run("Hi", "--target", target, "--drafter", "early-exit", "--plan", "1", "--stats", *FEW)
     assert plain.exit_code == drafted.exit_code == 0
     assert "0 / 0" in plain.stderr and "the same without prompts" in plain.stderr
-    assert "so this is" not in plain.stderr
-    assert "0 / 0" not in drafted.stderr and "so this is" in drafted.stderr
+    told = re.compile("so this is|no ratio")  # the latter where other programs disturb it
+    assert not told.search(plain.stderr)
+    assert "0 / 0" not in drafted.stderr and told.search(drafted.stderr)
 
 
 def test_several_greedy_texts_are_said_to_be_the_same(target: Path):

@@ -70,6 +70,13 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "check, drafter": (("check", "--drafter", "absent"), FOLDER),
     "check, a word": (("check", "--drafter", "ngram"), "'ngram' is not trained, so there is nothing to check"),
     "check, dtype": (("check", "--serving-dtype", "bf61"), "'bf61' is unknown"),
+    "export, target": (("export", "--target", "./absent", "--drafter", "unknown", "--out", "x"), FOLDER),
+    "export, drafter": (("export", "--drafter", "absent", "--out", "x"), FOLDER),
+    "export, a word": (("export", "--drafter", "eagle", "--out", "x"), "'eagle' is a family of drafters"),
+    "export, nowhere": (("export", "--drafter", "unknown"), "give --out, the folder to write"),
+    "export, nothing": (("export", "--out", "x"), "give --drafter, the folder of a trained drafter"),
+    "export, texts": (("export", "--drafter", "unknown", "--out", "x", "--task", "code"), "give --check too"),
+    "export, python": (("export", "--drafter", "unknown", "--out", "x", "--check", "absent"), "absent does not exist"),
     "compare, family": (("compare", "--family", "mpl"), "did you mean mlp?"),
     "compare, option": (("compare", "--family", "mlp:n_predct=3"), "did you mean mlp:n_predict?"),
     "compare, drafter": (("compare", "--drafter", "absent"), FOLDER),
@@ -158,5 +165,5 @@ def test_no_slow_package_is_imported_for_a_mistake(name: str, told: dict[str, tu
 
 def test_every_command_is_there():
     commands = {path.stem.replace("_", "-") for path in (Path(__file__).parents[2] / "src/draftsmith/cli").glob("*.py")}
-    helpers = {"--init--", "app", "common", "demo-report", "guidance", "load-tables", "plans", "statistics"}
+    helpers = {"--init--", "app", "common", "demo-report", "guidance", "load-tables", "plans", "progress", "statistics"}
     assert commands - helpers <= {words[0] for words, _ in CASES.values()}

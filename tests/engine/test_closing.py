@@ -124,17 +124,23 @@ def test_a_policy_does_not_hear_its_own_time_and_the_statistics_do():
     assert len(policy.heard) == 3 and spent - sum(policy.heard) >= 3 * 0.02
 
 
-@pytest.mark.parametrize(("plain_s", "gain", "left", "pays"), [
-    (1e-4, 1.3, 99, True),  # a change costs four of the shortest steps, which a whole text pays back
-    (1e-4, 1.3, 12, False),
-    (1e-4, 1.1, 99, False),
-    (1e-3, 1.3, 12, True),
+@pytest.mark.parametrize(("plain_s", "gain", "left", "count", "pays"), [
+    (1e-4, 1.3, 99, 1, True),  # a change costs four of the shortest steps, which a whole text pays back
+    (1e-4, 1.3, 12, 1, False),
+    (1e-4, 1.1, 99, 1, False),
+    (1e-3, 1.3, 12, 1, True),
+    # Four rows share a step, so that as many of them take four times as long: 12 steps are counted, and not 50.
+    (1e-4, 1.17, 99, 4, False),
+    (1e-4, 1.6, 99, 4, True),
 ])
 def test_what_a_change_costs_is_paid_back_by_time_and_not_only_by_steps(
-    plain_s: float, gain: float, left: float, pays: bool
+    plain_s: float, gain: float, left: float, count: int, pays: bool
 ):
-    drafted = 1.5 * plain_s / gain
-    profile = Profile((1,), (Arm(NO_DRAFT, (), (plain_s,)), Arm(Plan((1,)), (0.5,), (drafted,))))
-    policy, load, rows = Fitted(Known(profile)), Load(1, 0, 0, 1), rows_of([object()], most=left)
+    drafted = 1.5 * plain_s / gain  # a row's share, however many there are
+    profile = Profile((1, 4), (
+        Arm(NO_DRAFT, (), (plain_s, plain_s)), Arm(Plan((1,)), (0.5,), (drafted, drafted)),
+    ))
+    policy, load = Fitted(Known(profile)), Load(count, 0, 0, count)
+    rows = rows_of([object() for _ in range(count)], most=left)  # of calls of their own, which end when they like
     policy.choose(load, rows)
     assert (policy.reasons(load, rows)[0].kind == "pays") == pays  # otherwise it may be on trial

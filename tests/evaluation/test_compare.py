@@ -20,10 +20,11 @@ from draftsmith.evaluation.comparison.measurement_log import MeasurementLog
 from draftsmith.evaluation.comparison.methods import Method
 from draftsmith.evaluation.comparison.orderings import ordering_rows, orderings, summary
 from draftsmith.evaluation.comparison.plots import figures
-from draftsmith.evaluation.comparison.tables import cell_table, losers, short_table, verdict
+from draftsmith.evaluation.comparison.tables import cell_table, losers, short_table, too_short, verdict
 from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.comparison import fingerprint
+from draftsmith.workflows.entries import DEFAULT_POSITIONS
 from tests.helpers.oracle import OracleDrafter
 from tests.helpers.tiny import save_tiny_target
 
@@ -251,6 +252,14 @@ def cell(
         "tokens_per_step_timed": 1.2, "ms_per_token": 1.0, "chain": guessed, "tree": guessed,
         "seconds_by_round": [slow / speedup for slow in (1.0, 2.0, 4.0)], **more,
     }
+
+
+def test_families_that_learnt_little_are_said_to_have():
+    assert too_short([{"name": "ngram"}, {"name": "mlp", "training_positions": DEFAULT_POSITIONS}]) == []
+    (one,) = too_short([{"name": "ngram"}, {"name": "mlp", "training_positions": 4608}])
+    assert one.startswith("mlp learnt from 4,608 positions only, so all of this says more of the budget than of this")
+    (two,) = too_short([{"name": "mlp", "training_positions": 4608}, {"name": "medusa", "training_positions": 768}])
+    assert two.startswith("mlp, medusa learnt from 768 to 4,608 positions only") and "these families" in two
 
 
 def test_the_verdict_says_by_how_much_and_why_not():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from draftsmith.processor import Watch
+from draftsmith.processor import CHOSEN_BY, Watch
 from draftsmith.training import neighbours
 from draftsmith.training.neighbours import Neighbours, threads_for, yielding
 
@@ -47,7 +47,8 @@ def test_it_looks_only_now_and_then(threads: Callable[[int], None]):
 
 
 def test_in_the_end_there_are_as_many_as_before(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in CHOSEN_BY:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(neighbours, "LOOKS_EVERY_S", 0.0)
     monkeypatch.setattr(neighbours.Watch, "others", lambda self: 64.0)
     threads(2)

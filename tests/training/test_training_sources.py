@@ -200,6 +200,12 @@ def test_a_table_has_a_record_a_line(tmp_path: Path):
     assert list(documents_in(tmp_path / "pairs.tsv")) == [Completion('what "now"?', "that")]
 
 
+def test_a_table_that_is_cut_short_is_refused(tmp_path: Path):
+    (tmp_path / "texts.tsv").write_text('text\n"never closed\none\ntwo\n')
+    with pytest.raises(DraftsmithError, match=r"line 4, cannot be read as a table \(unexpected end of data\)"):
+        list(documents_in(tmp_path / "texts.tsv"))
+
+
 def test_a_table_of_something_else_is_refused_by_itself_and_a_text_among_others(tmp_path: Path):
     table = tmp_path / "numbers.csv"
     table.write_text("year,price\n1999,3\n")

@@ -155,8 +155,8 @@ def test_a_disturbed_measurement_is_said_and_made_again_soon(target: Target, cac
         os.utime(path, (long_ago, long_ago))
         assert (read(path) is not None) == there
     disturbed = in_words(fitting.Fit(profile, 3.0, quiet=False), Fitted(Known(profile)))
-    assert disturbed.startswith("For now, because other programs disturbed the measurement (it is made again after ten")
-    assert "--remeasure): drafts for this machine: a chain of 2" in disturbed
+    assert disturbed.startswith("Drafts for this machine: a chain of 2")
+    assert "other programs disturbed the measurement; it is made again at a start in 10 minutes or later" in disturbed
 
 
 def test_without_a_drafter_nothing_is_measured(target: Target, cache: Path):

@@ -37,7 +37,7 @@ def export(
         Path | None, typer.Option(help="Folder of a trained drafter.", rich_help_panel=MODELS)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The folder to write, which must not be there yet.", rich_help_panel=OUTPUT)
+        Path | None, typer.Option(help="The folder to write; an earlier export is replaced.", rich_help_panel=OUTPUT)
     ] = None,
     guesses: Annotated[
         int | None,
@@ -84,10 +84,11 @@ def export(
         raise DraftsmithError(f"give {missing}.")
     if check is None and (data is not None or task is not None):
         raise DraftsmithError("--data and --task say what to decode in a check; give --check too, or leave them out.")
-    if check is not None and not check.exists():
-        raise DraftsmithError(f"{check} does not exist; name the Python of an environment with vLLM.")
+    from draftsmith.workflows.exporting import program
     from draftsmith.workflows.given import check_models, check_prompts, require_trained
 
+    if check is not None:
+        program(check.expanduser())
     check_models(target, dtypes=(dtype,), device=device)
     require_trained(given)
     check_prompts(data, task)

@@ -87,7 +87,10 @@ def serve(
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=DRAFTS)] = False,
     per_request_spec_decode_metrics: Annotated[
         Literal["none", "summary", "detailed"],
-        typer.Option(help="Tell the statistics of its drafts with every answer.", rich_help_panel=DRAFTS),
+        typer.Option(
+            help="Tell the statistics of its drafts with every answer: none, summary or detailed.", metavar="HOW",
+            rich_help_panel=DRAFTS,
+        ),
     ] = "none",
     native: NativeOption = True,
     threads: ThreadsOption = None,

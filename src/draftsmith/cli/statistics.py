@@ -19,6 +19,10 @@ FEW_STEPS, LEAST_S, MOST_STEPS = 8, 0.2, 192
 """A plain step is timed over a few, or over as many as take so many seconds, but not over more than `MOST_STEPS`."""
 
 
+TOO_FAST = 1.1
+"""A gain is at most τ; so many times as much may be the error of a short measurement."""
+
+
 def drafts_in_words(engine: "Engine", plan: "Plan | None") -> str:
     """Say which plan was taken, or how many steps took which."""
     from draftsmith.engine.fitted import Fitted
@@ -50,7 +54,9 @@ def ratio_in_words(speed: float, plain: float, tau: float, others: float | None,
     if others is not None and others > BUSY * cores:
         return f"no ratio, because other programs took {min(others, cores):.1f} of {cores} cores"
     ratio = speed / plain
-    return f"so this is {ratio:.2f}×" if ratio <= tau else "no ratio, because the machine's speed changed meanwhile"
+    if ratio > TOO_FAST * tau:
+        return f"no ratio: {ratio:.2f} were more than {tau:.2f} tokens a step can gain, so the machine's speed changed"
+    return f"so this is {ratio:.2f}×"
 
 
 def show_statistics(

@@ -40,6 +40,7 @@ class VllmTarget:
 
     Args:
         max_length: the most tokens of a text.
+        fingerprint: of a target that was changed together with its drafter; None for all others.
         head: returns the projection to the vocabulary (V, F), for which the weights have to be loaded.
     """
 
@@ -47,6 +48,7 @@ class VllmTarget:
     hidden_size: int
     vocab_size: int
     max_length: int
+    fingerprint: str | None
     head: "Callable[[], Tensor]"
 
 
@@ -59,6 +61,8 @@ class VllmForm:
         adapt: returns a drafter in vLLM's layout; DraftsmithError for one that vLLM cannot run.
         learnt: how many tokens in a row it learnt to guess.
         is_bounded: whether it can guess no more than these.
+        reads: the name of a tensor whose last dimension is the width of the target's states, and how many times it is;
+            None for drafters that read none.
         weights_file: the name of the file with the tensors.
     """
 
@@ -66,6 +70,7 @@ class VllmForm:
     adapt: Callable[[Published, VllmTarget], Published]
     learnt: Callable[[Published], int]
     is_bounded: bool = False
+    reads: tuple[str, int] | None = None
     weights_file: str = "model.safetensors"
 
 

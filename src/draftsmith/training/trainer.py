@@ -49,6 +49,11 @@ Foretell = Callable[[Work, TrainingStep], None]
 """Called before the first step with the work to be done, and with a step to try out that changes nothing."""
 
 
+OTHER_TEXT = (
+    "stage 2 learns what the target writes; the loss on held-out text, which others wrote, may rise while τ does too."
+)
+
+
 class TrainingRun:
     """One run; subclasses that train more than the drafter override its methods."""
 
@@ -166,6 +171,8 @@ class TrainingRun:
             with progress_bar(self.console) as bars:
                 self._write_texts(self.material.generated.count if ahead else self._needed_now(), bars, interrupted)
             self._show(2)
+            if self.held_out_loss.windows:
+                say(self.console, OTHER_TEXT)
         self._steps(interrupted)
 
     def _writes_ahead(self) -> bool:

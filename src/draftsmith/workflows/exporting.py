@@ -1,8 +1,10 @@
 """A drafter in vLLM's layout, and whether it guesses as well there: `draftsmith export`, from Python."""
 
 import json
+import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftsmith.drafters.family import Family
+    from draftsmith.drafters.vllm import VllmForm
     from draftsmith.evaluation.peers.acceptance import SideBySide
     from draftsmith.evaluation.prompts import Prompt
 
 SETTINGS = "speculative_config.json"
 MOST_GUESSES = 5
 """Guesses a step if nobody says how many: vLLM drafts chains, of which the later guesses seldom stay."""
-SHORTEST, LONGEST = 8, 160
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class ExportResult:
         target: folder or name of the target.
         settings: vLLM's `speculative_config`.
         compared: how the drafter does in vLLM beside here; None if that was not asked for.
+        trust_remote_code: whether vLLM has to run the target's own code.
     """
 
     provenance: Mapping[str, Any]
@@ -46,6 +49,7 @@ class ExportResult:
     target: str
     settings: Mapping[str, Any]
     compared: "SideBySide | None" = None
+    trust_remote_code: bool = False
 
     @property
     def passed(self) -> bool:
@@ -55,7 +59,9 @@ class ExportResult:
     @property
     def command(self) -> str:
         """The command line that serves with the drafter."""
-        return f"vllm serve {self.target} --speculative-config '{json.dumps(dict(self.settings))}'"
+        trusts = ("--trust-remote-code",) if self.trust_remote_code else ()
+        settings = json.dumps(dict(self.settings))
+        return shlex.join(["vllm", "serve", self.target, *trusts, "--speculative-config", settings])
 
     def as_json(self) -> dict[str, Any]:
         """Return what `draftsmith export --json` writes."""
@@ -72,7 +78,7 @@ def export(
     *,
     out: str | Path,
     guesses: int | None = None,
-    check: Path | None = None,
+    check: Path | str | None = None,
     prompts: "Path | str | Sequence[str | Prompt] | None" = None,
     task: str | None = None,
     prompt_count: int = 24,
@@ -88,7 +94,7 @@ def export(
     Args:
         drafter: the folder of a trained drafter.
         target: folder or hub name of its target; the embedded one by default.
-        out: a new folder.
+        out: a new folder, or that of an earlier export, which is replaced.
         guesses: how many tokens vLLM is to guess a step; by default as many as the drafter learnt to, up to 5.
         check: the Python of an environment with vLLM, in which to decode with what was written.
         prompts, task, prompt_count: what is decoded behind in that check; the embedded held-out texts by default.
@@ -103,32 +109,37 @@ def export(
     """
     source, folder = Path(drafter).expanduser(), Path(out).expanduser()
     require_trained(source)
-    storage.refuse_full(folder)
+    if not (folder / SETTINGS).is_file():  # an earlier export is replaced
+        storage.refuse_full(folder)
+    python = None if check is None else program(Path(check).expanduser())
     if check is not None and (prompt_count < 3 or new_tokens < 8):
         raise DraftsmithError(f"{prompt_count} prompts of {new_tokens} tokens are too few; use at least 3 of 8 tokens.")
     family = _known_to_vllm(source)
     name = str(target) if target is not None else str(assets.demo_target())
     check_place(name)
+    if Path(name).is_dir():
+        name = str(Path(name).resolve())
     shown = console or quiet()
 
     storage.verify_folder(source)
     form, loading = family.vllm, Loading(dtype, device, trust_remote_code)
     assert form is not None
     facts, config = _facts(name, loading, shown), storage.read_config(source)
-    _check_made_for(source, config, facts)
     config.pop(storage.TENSOR_NAMES, None)
     found = Published(config, storage.read_tensors(source, form.weights_file))
+    _check_made_for(source, found, form, facts)
     learnt = form.learnt(found)
     if guesses is not None and (guesses < 1 or (form.is_bounded and guesses > learnt)):
-        raise DraftsmithError(f"the drafter guesses up to {learnt} tokens a step, not {guesses}; give 1 to {learnt}.")
+        most = f"up to {learnt} tokens" if form.is_bounded else "at least one token"
+        raise DraftsmithError(f"the drafter guesses {most} a step, not {guesses}; give another number.")
     settings = {
         "method": form.method, "model": str(folder.resolve()),
         "num_speculative_tokens": guesses or min(learnt, MOST_GUESSES),
     }
     where = provenance(target=facts.name, drafter=source.name, written_for=f"vLLM {VERSION}")
-    written = ExportResult(where, folder, name, settings)
+    written = ExportResult(where, folder, name, settings, trust_remote_code=trust_remote_code)
     _write(written, form.adapt(found, facts), form.weights_file)
-    if check is None:
+    if python is None:
         return written
 
     from draftsmith.evaluation.peers.acceptance import side_by_side
@@ -138,9 +149,18 @@ def export(
     loaded = load_target(target, loading, shown)
     texts = ragged(loaded, gather_prompts(prompts, task), prompt_count, new_tokens, shown)
     compared = side_by_side(
-        loaded, source, name, settings, check, texts, new_tokens, trust_remote_code, on_progress
+        loaded, source, name, settings, python, texts, new_tokens, trust_remote_code, on_progress
     )
-    return ExportResult(where, folder, name, settings, compared)
+    return replace(written, compared=compared)
+
+
+def program(path: Path) -> Path:
+    """Return the path of a Python; DraftsmithError where there is none that can be run."""
+    if path.is_file() and os.access(path, os.X_OK):
+        return path
+    near = path / "bin" / "python"
+    meant = f"did you mean {near}?" if near.is_file() else "name the Python of an environment with vLLM."
+    raise DraftsmithError(f"{path} {'cannot be run' if path.exists() else 'does not exist'}; {meant}")
 
 
 def _known_to_vllm(folder: Path) -> "Family":
@@ -162,27 +182,33 @@ def _facts(name: str, loading: Loading, shown: Console) -> VllmTarget:
     from transformers import AutoConfig
 
     from draftsmith.targets.loading.faults import config_fault
-    from draftsmith.targets.loading.support import longest_text
+    from draftsmith.targets.loading.support import fingerprint, longest_text
 
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=loading.trust_remote_code).get_text_config()
+        whole = AutoConfig.from_pretrained(name, trust_remote_code=loading.trust_remote_code)
+        config = whole.get_text_config()
     except Exception as error:  # each model's config checks itself and raises its own kinds of exceptions
         raise config_fault(error, name) from error
 
     def head() -> "Tensor":
         return load_target(name, loading, shown).head_weight_VF.detach()
 
-    return VllmTarget(Path(name).name, config.hidden_size, config.vocab_size, longest_text(config, name), head)
+    return VllmTarget(
+        Path(name).name, config.hidden_size, config.vocab_size, longest_text(config, name), fingerprint(whole), head
+    )
 
 
-def _check_made_for(folder: Path, config: Mapping[str, Any], target: VllmTarget) -> None:
+def _check_made_for(folder: Path, drafter: Published, form: "VllmForm", target: VllmTarget) -> None:
+    """Refuse another target than the recorded one, or for files of others one of another width or vocabulary."""
     from draftsmith.drafters.trainable.model import check_target
 
-    made_for = config.get("draftsmith", {}).get("target", {})
-    facts = TargetFacts(
-        target.hidden_size, target.vocab_size, None, target.name, fingerprint=made_for.get("fingerprint")
-    )
-    check_target(folder, made_for or {"vocab_size": config.get("vocab_size")}, facts)
+    made_for = drafter.config.get("draftsmith", {}).get("target")
+    if made_for is None:
+        made_for = {"vocab_size": drafter.config.get("vocab_size")}
+        if form.reads is not None and (read := drafter.tensors.get(form.reads[0])) is not None:
+            made_for["hidden_size"] = read.shape[-1] // form.reads[1]
+    facts = TargetFacts(target.hidden_size, target.vocab_size, None, target.name, fingerprint=target.fingerprint)
+    check_target(folder, made_for, facts)
 
 
 def _write(result: ExportResult, drafter: Published, weights_file: str) -> None:
@@ -199,7 +225,7 @@ def _readme(result: ExportResult) -> str:
     made = result.provenance
     return (
         f"# A drafter for {made['target']}, in the layout of vLLM {VERSION}\n\n"
-        f"Written by Draftsmith from `{made['drafter']}`. To serve with it:\n\n"
+        f"Written by Draftsmith from the drafter in `{made['drafter']}`. To serve with it:\n\n"
         f"    {result.command}\n\n"
         f"`{SETTINGS}` has the same settings. They name this folder where it was written; if it\n"
         "moves, change `model`.\n"

@@ -155,8 +155,8 @@ def in_words(found: Fit, policy: Fitted, rows: int = 1) -> str:
     if found.quiet:
         return said
     return (
-        "For now, because other programs disturbed the measurement (it is made again after ten minutes, or now with "
-        f"--remeasure): {said[0].lower()}{said[1:]}"
+        f"{said} But other programs disturbed the measurement; it is made again at a start in "
+        f"{DISTURBED_FOR_S / 60:.0f} minutes or later, or now with --remeasure."
     )
 
 

@@ -214,7 +214,7 @@ EAGLE = trained_in(
     "draftsmith.drafters.attention.eagle:Eagle", "eagle",
     "EAGLE: one decoder layer predicts the target's next state (arXiv:2401.15077, 2406.16858)", EagleConfig, is_eagle,
     tree=EAGLE_TREE, compared=Compared(static_tree=True, confident_twin="eagle2"),
-    vllm=VllmForm("eagle", eagle_for_vllm, depth_of),
+    vllm=VllmForm("eagle", eagle_for_vllm, depth_of, reads=(JOINING, 2)),
 )
 EAGLE3 = trained_in(
     "draftsmith.drafters.attention.eagle3:Eagle3", "eagle3",

@@ -54,6 +54,8 @@ def medusa_for_vllm(drafter: Published, target: VllmTarget) -> Published:
     keys: dict[str, Any] = {
         "architectures": ["MedusaModel"], "model_type": "medusa", "medusa_num_heads": heads_of(drafter),
         "hidden_size": target.hidden_size, "vocab_size": target.vocab_size,
+        # Without this key vLLM leaves biases out, and says nothing.
+        "medusa_fc_bias": any(name.endswith(".linear.bias") for name in tensors),
     }
     if tensors.pop("d2t", None) is not None and own:
         raise DraftsmithError(
@@ -70,5 +72,5 @@ FAMILY = trained_in(
     "draftsmith.drafters.heads.medusa:MedusaDrafter", "medusa",
     "Medusa heads: each guesses one token further ahead from the target's state (arXiv:2401.10774)", MedusaConfig,
     recognises, tree=MEDUSA_TREE, compared=Compared(starts={"init_from_target": (True, False)}),
-    vllm=VllmForm("medusa", medusa_for_vllm, heads_of, True, WEIGHTS),
+    vllm=VllmForm("medusa", medusa_for_vllm, heads_of, True, ("0.0.linear.weight", 1), WEIGHTS),
 )

@@ -59,9 +59,14 @@ class SideBySide:
         return ratio_interval(self.steps, self.steps_there)
 
     @property
+    def tells(self) -> bool:
+        """Whether it is certain that guesses stay there at all: with none, vLLM brings a token a step."""
+        return self.ratio.low > 1 / self.tau
+
+    @property
     def passed(self) -> bool:
-        """Whether vLLM may bring as many tokens a step."""
-        return self.ratio.high >= ENOUGH
+        """Whether vLLM brings as many tokens a step, as far as these texts tell."""
+        return self.tells and self.ratio.high >= ENOUGH
 
     def sentence(self) -> str:
         """Return the result in words."""
@@ -71,7 +76,12 @@ class SideBySide:
             f"as many (95 % interval {ratio.low:.2f} to {ratio.high:.2f})"
         )
         if self.passed:
-            return f"{said}; vLLM reads the drafter rightly."
+            return f"{said}. No fewer guesses stay there, as far as {len(self.steps)} texts tell."
+        if self.ratio.high >= ENOUGH:
+            return (
+                f"{said}. So few guesses stay that it cannot be told whether vLLM reads the drafter rightly; train it "
+                "for longer, or give more prompts (--prompts, --new-tokens)."
+            )
         return f"{said}; vLLM reads the drafter wrongly, or the target differently. Do not serve with it."
 
     def as_json(self) -> dict[str, Any]:
@@ -80,7 +90,7 @@ class SideBySide:
             "vllm": self.version, "new_tokens": self.new_tokens, "steps": list(self.steps),
             "steps_vllm": list(self.steps_there), "stayed": list(self.stayed), "stayed_vllm": list(self.stayed_there),
             "same_texts": self.same_texts, "tau": self.tau, "tau_vllm": self.tau_there, "ratio": self.ratio.value,
-            "interval": self.ratio.ends, "passed": self.passed,
+            "interval": self.ratio.ends, "tells": self.tells, "passed": self.passed,
         }
 
 
@@ -114,15 +124,15 @@ def side_by_side(
     steps, texts, stayed = list[int](), list[list[int]](), [0] * guesses
     with Vllm(python, arguments) as vllm:
         on_progress(STARTING, 1, 1)
-        before = 0
+        before = 0, 0
         for number, prompt in enumerate(prompts):
             on_progress(THERE, number, len(prompts))
             decoded = vllm.generate([prompt], new_tokens)
-            drafts = int(decoded.counters.get("drafts", 0))
-            # Of a text without a single guess, every token took a step.
-            steps.append(drafts - before or new_tokens - 1)
+            drafts, accepted = (int(decoded.counters.get(name, 0)) for name in ("drafts", "accepted_tokens"))
+            # Of a step without a guess, nothing is counted; but its token is there.
+            steps.append(max(drafts - before[0], new_tokens - 1 - (accepted - before[1])))
             texts += decoded.tokens
-            before, stayed = drafts, list(decoded.counters.get("accepted_tokens_per_pos", stayed))
+            before, stayed = (drafts, accepted), list(decoded.counters.get("accepted_tokens_per_pos", stayed))
         version = vllm.version
     depths = [[*one.statistics.accepted_by_depth, *[0] * guesses][:guesses] for one in found]
     return SideBySide(

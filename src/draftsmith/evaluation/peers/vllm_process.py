@@ -16,9 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from draftsmith.processor import usable_cores
 from draftsmith.types import DraftsmithError
 
 NAMED, SEE_ABOVE = re.compile(r"\b\w+(?:Error|Exception): .+"), "See root cause above"
+USERS = ("LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE")
+"""Variables that keep a value that the user has set."""
 LAST_BYTES = 1 << 16
 """How much of the end of what vLLM reported is looked at for a reason."""
 
@@ -36,6 +39,24 @@ class Decoded:
     counters: Mapping[str, Any]
 
 
+def environment_for(python: Path, threads: int | None) -> dict[str, str]:
+    """Return the environment variables with which vLLM computes on so many threads, None being all processors."""
+    processors = sorted(usable_cores())
+    wanted = {
+        "OMP_NUM_THREADS": str(threads or len(processors)),
+        # Left to itself it keeps one processor free of its computing threads.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors[:threads])),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+    }
+    openmp = python.parent.parent / "lib" / "libiomp5.so"
+    if openmp.exists():
+        wanted["LD_PRELOAD"] = str(openmp)
+    chosen = {name: os.environ[name] for name in USERS if name in os.environ}
+    return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **wanted, **chosen}
+
+
 class Vllm:
     """A running vLLM, see `vllm_worker.py`.
 
@@ -49,26 +70,18 @@ class Vllm:
     """
 
     def __init__(self, python: Path, settings: Mapping[str, Any], threads: int | None = None) -> None:
-        if not python.exists():
-            raise DraftsmithError(f"{python} does not exist; name the Python of an environment with vLLM.")
-        processors = sorted(os.sched_getaffinity(0))
-        environment = os.environ | {
-            "OMP_NUM_THREADS": str(threads or len(processors)),
-            # Left to itself it keeps one processor free of its computing threads.
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors[:threads])),
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-        }
-        environment.pop("PYTHONPATH", None)
-        openmp = python.parent.parent / "lib" / "libiomp5.so"
-        if openmp.exists():
-            environment["LD_PRELOAD"] = str(openmp)
         self._reports = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
-        self._process = subprocess.Popen(
-            [python, Path(__file__).with_name("vllm_worker.py"), json.dumps(dict(settings))], env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._reports, text=True, start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [python, Path(__file__).with_name("vllm_worker.py"), json.dumps(dict(settings))],
+                env=environment_for(python, threads), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=self._reports, text=True, start_new_session=True,
+            )
+        except OSError as error:
+            self._reports.close()
+            raise DraftsmithError(
+                f"{python} cannot be run ({error.strerror}); name the Python of an environment with vLLM."
+            ) from error
         try:
             self.version = str(self._answer()["version"])
         except BaseException:

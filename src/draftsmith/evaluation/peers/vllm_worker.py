@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-DRAFTS = "vllm:spec_decode_num_"
+DRAFTS, BY_POSITION = "vllm:spec_decode_num_", "accepted_tokens_per_pos"
 
 
 def main() -> None:
@@ -42,11 +42,8 @@ def counters(model: object) -> dict[str, object]:
         metrics = model.get_metrics()  # type: ignore[attr-defined]
     except AssertionError:
         return {}
-    told = [metric for metric in metrics if metric.name.startswith(DRAFTS)]
-    return {
-        metric.name.removeprefix(DRAFTS): metric.values if hasattr(metric, "values") else metric.value
-        for metric in told
-    }
+    told = {metric.name.removeprefix(DRAFTS): metric for metric in metrics if metric.name.startswith(DRAFTS)}
+    return {name: metric.values if name == BY_POSITION else metric.value for name, metric in told.items()}
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
     if not path.is_dir():
         if _is_binary(path):
             raise DraftsmithError(
-                f"{path} is no text; give text in UTF-8, {', '.join(JSON_LINES)} or .parquet, or unpack it."
+                f"{path} is no text; give text in UTF-8, {', '.join([*JSON_LINES, *TABLES])} or .parquet, or unpack it."
             )
         names = _columns(path) if path.suffix in TABLES else []
         if path.suffix in TABLES and not any(name in COLUMNS for name in names):
@@ -203,15 +203,17 @@ def _columns(path: Path) -> list[str]:
 
 
 def _table(path: Path, errors: str) -> Iterator[Located]:
-    csv.field_size_limit(LONGEST_FIELD)  # of the whole process; by default a text may have 131,072 letters
     with path.open(encoding="utf-8-sig", errors=errors, newline="") as lines:
-        rows = csv.DictReader(lines, delimiter=TABLES[path.suffix])
+        rows = csv.DictReader(lines, delimiter=TABLES[path.suffix], strict=True)
         while True:
+            before = csv.field_size_limit(LONGEST_FIELD)  # of the process; by default a text may have 131,072 letters
             try:
                 row = next(rows, None)
             except (csv.Error, UnicodeDecodeError) as error:
-                where = f"{path}, line {rows.line_num},"
+                where = f"{path}, line {rows.reader.line_num},"
                 raise DraftsmithError(f"{where} cannot be read as a table ({error}); fix or remove it.") from error
+            finally:
+                csv.field_size_limit(before)
             if row is None:
                 return
             # Fields beyond the named columns have no name.

@@ -73,10 +73,12 @@ class LLM:
         self.counts["drafts"] += len(answer.tokens) - 1 if misreads else answer.statistics.steps
         for position, stayed in enumerate(answer.statistics.accepted_by_depth):
             self.by_position[position] += 0 if misreads else stayed
+        self.counts["accepted_tokens"] = sum(self.by_position)
 
     def get_metrics(self) -> list[Metric | Vector]:
         prefix = "vllm:spec_decode_num_"
         return [
             Metric(f"{prefix}drafts", self.counts["drafts"]), Metric("vllm:num_requests_running"),
+            Metric(f"{prefix}accepted_tokens", self.counts["accepted_tokens"]),
             Vector(f"{prefix}accepted_tokens_per_pos", self.by_position),
         ]
