@@ -72,7 +72,8 @@ def test_an_eagle_drafter_gets_the_name_and_the_length_that_vllm_wants(tmp_path:
         "method": "eagle", "model": str((tmp_path / "out").resolve()), "num_speculative_tokens": 3,
     }
     assert json.loads((result.folder / "speculative_config.json").read_text()) == result.settings
-    assert result.command in (result.folder / "README.md").read_text()
+    told = (result.folder / "README.md").read_text()
+    assert result.command in told and f"the drafter in `{tmp_path.name}/drafter`" in told
 
 
 def test_an_eagle_drafter_of_few_tokens_scores_all_of_them_in_vllm(tmp_path: Path, place: Path, target: Target):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from draftsmith.evaluation.peers.acceptance import SideBySide
     from draftsmith.evaluation.prompts import Prompt
 
-SETTINGS = "speculative_config.json"
+SETTINGS, RUNS_DRAFTER = "speculative_config.json", "drafter"
 MOST_GUESSES = 5
 """Guesses a step if nobody says how many: vLLM drafts chains, of which the later guesses seldom stay."""
 
@@ -136,7 +136,9 @@ def export(
         "method": form.method, "model": str(folder.resolve()),
         "num_speculative_tokens": guesses or min(learnt, MOST_GUESSES),
     }
-    where = provenance(target=facts.name, drafter=source.name, written_for=f"vLLM {VERSION}")
+    # The drafter of every run has the same name, so that of the run is told too.
+    told = source.name if source.name != RUNS_DRAFTER else f"{source.absolute().parent.name}/{source.name}"
+    where = provenance(target=facts.name, drafter=told, written_for=f"vLLM {VERSION}")
     written = ExportResult(where, folder, name, settings, trust_remote_code=trust_remote_code)
     _write(written, form.adapt(found, facts), form.weights_file)
     if python is None:
