@@ -168,6 +168,14 @@ def test_mistakes_are_told_before_anything_is_written(tmp_path: Path, place: Pat
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_without_heads_is_told_so(tmp_path: Path, place: Path, target: Target):
+    source = saved(tmp_path, "medusa", target)
+    safetensors.torch.save_file({"other": torch.zeros(1)}, source / "medusa_lm_head.safetensors")
+    (source / "manifest.json").unlink()
+    with pytest.raises(DraftsmithError, match="medusa_lm_head.safetensors holds no Medusa heads"):
+        draftsmith.export(source, place, out=tmp_path / "out")
+
+
 def test_a_target_that_was_trained_along_is_another_one(tmp_path: Path, place: Path, target: Target):
     source = saved(tmp_path, "eagle", target)
     config = json.loads((source / "config.json").read_text())

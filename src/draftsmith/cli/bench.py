@@ -48,6 +48,10 @@ from draftsmith.workflows.models import Loading
 
 # What a column needs beside its text, and the first one in all.
 BORDERS, BATCH_WIDTH = 3, 9
+LEGEND = (
+    "0 is plain decoding, any other number drafts so many paths a step, and fitted what pays here, as generate and "
+    "serve do. τ is tokens a step, where something was drafted."
+)
 
 
 def bench(
@@ -174,12 +178,6 @@ def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
         yield report
     finally:
         bars.stop()
-
-
-LEGEND = (
-    "0 is plain decoding, any other number drafts so many paths a step, and fitted what pays here, as generate and "
-    "serve do. τ is tokens a step, where something was drafted."
-)
 
 
 def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:

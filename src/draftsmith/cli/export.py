@@ -67,10 +67,10 @@ def export(
 ) -> None:
     """Write a trained drafter as vLLM reads it, with the command line that serves with it.
 
-    With --check, the same prompts are decoded here and in vLLM, and it is compared how many guesses stay: a drafter
-    that is read wrongly still gives the right text, only not sooner, and nothing else would say so.
+    --check decodes the same prompts here and in vLLM, and compares how many guesses stay. A drafter that vLLM reads
+    wrongly still gives the right text, only not sooner, and nothing else would say so.
 
-    The exit code is 1 if fewer stay in vLLM.
+    The exit code is 1 if fewer guesses stay in vLLM, or too few here to tell.
 
     Example: `draftsmith export --target my-model --drafter runs/mine/drafter --out runs/mine/vllm --check
     /opt/vllm/bin/python`
@@ -97,7 +97,6 @@ def export(
         from draftsmith.workflows.exporting import export as run
 
     notes, console = Console(stderr=True), Console()
-
     set_threads(threads, notes)
     with progress(notes) as report:
         result = run(

@@ -14,11 +14,8 @@ if TYPE_CHECKING:
     from draftsmith.engine import Engine
     from draftsmith.plan import Plan
 
-
 FEW_STEPS, LEAST_S, MOST_STEPS = 8, 0.2, 192
 """A plain step is timed over a few, or over as many as take so many seconds, but not over more than `MOST_STEPS`."""
-
-
 TOO_FAST = 1.1
 """A gain is at most τ; so many times as much may be the error of a short measurement."""
 

@@ -5,6 +5,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from draftsmith.drafters.vllm import VllmForm
     from draftsmith.evaluation.peers.acceptance import SideBySide
     from draftsmith.evaluation.prompts import Prompt
+    from draftsmith.targets import Target
 
 SETTINGS, RUNS_DRAFTER = "speculative_config.json", "drafter"
 MOST_GUESSES = 5
@@ -124,7 +126,8 @@ def export(
     storage.verify_folder(source)
     form, loading = family.vllm, Loading(dtype, device, trust_remote_code)
     assert form is not None
-    facts, config = _facts(name, loading, shown), storage.read_config(source)
+    load = cache(partial(load_target, name, loading, shown))
+    facts, config = _facts(name, load, trust_remote_code), storage.read_config(source)
     config.pop(storage.TENSOR_NAMES, None)
     found = Published(config, storage.read_tensors(source, form.weights_file))
     _check_made_for(source, found, form, facts)
@@ -148,7 +151,7 @@ def export(
     from draftsmith.workflows.checking import ragged
     from draftsmith.workflows.sources import gather_prompts
 
-    loaded = load_target(target, loading, shown)
+    loaded = load()
     texts = ragged(loaded, gather_prompts(prompts, task), prompt_count, new_tokens, shown)
     compared = side_by_side(
         loaded, source, name, settings, python, texts, new_tokens, trust_remote_code, on_progress
@@ -179,21 +182,21 @@ def _known_to_vllm(folder: Path) -> "Family":
     return family
 
 
-def _facts(name: str, loading: Loading, shown: Console) -> VllmTarget:
-    """Return what is to be known of the target, from its config; its weights are loaded only for its projection."""
+def _facts(name: str, load: "Callable[[], Target]", trust_remote_code: bool) -> VllmTarget:
+    """Return what is to be known of the target, from its config; it is loaded only for its projection."""
     from transformers import AutoConfig
 
     from draftsmith.targets.loading.faults import config_fault
     from draftsmith.targets.loading.support import fingerprint, longest_text
 
     try:
-        whole = AutoConfig.from_pretrained(name, trust_remote_code=loading.trust_remote_code)
+        whole = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         config = whole.get_text_config()
     except Exception as error:  # each model's config checks itself and raises its own kinds of exceptions
         raise config_fault(error, name) from error
 
     def head() -> "Tensor":
-        return load_target(name, loading, shown).head_weight_VF.detach()
+        return load().head_weight_VF.detach()
 
     return VllmTarget(
         Path(name).name, config.hidden_size, config.vocab_size, longest_text(config, name), fingerprint(whole), head

@@ -41,7 +41,10 @@ def recognises(config: Mapping[str, Any]) -> bool:
 def heads_of(drafter: Published) -> int:
     """Count the heads; published configs give a wrong number (2 for 5)."""
     names = [name.removeprefix(PREFIX).partition(".")[0] for name in drafter.tensors]
-    return 1 + max(int(name) for name in names if name.isdigit())
+    counted = {int(name) for name in names if name.isdigit()}
+    if not counted:
+        raise DraftsmithError(f"{WEIGHTS} holds no Medusa heads; give a folder that does.")
+    return 1 + max(counted)
 
 
 def medusa_for_vllm(drafter: Published, target: VllmTarget) -> Published:
