@@ -33,6 +33,7 @@ from draftsmith.evaluation.measuring.intervals import RESAMPLES, Interval
 from draftsmith.evaluation.measuring.losslessness import TextComparison, compare_texts, last_logits, tie_or_fault
 from draftsmith.evaluation.prompts import cut, embedded_prompts
 from draftsmith.evaluation.reporting.result_files import ensure_writable, markdown_table, write_json
+from draftsmith.memory import keep_freed_memory
 from draftsmith.plan import AcceptanceRule, Plan
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
@@ -117,10 +118,11 @@ def arguments(docstring: str | None, name: str, dtype: str = "bf16") -> argparse
 
 
 def start(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse, check that the result can be written, and set the number of threads."""
+    """Parse, check that the result can be written, keep freed memory, and set the number of threads."""
     transformers_logging.disable_progress_bar()
     args = parser.parse_args()
     ensure_writable(args.json)
+    keep_freed_memory()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return args

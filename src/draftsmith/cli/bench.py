@@ -27,7 +27,7 @@ from draftsmith.cli.common import (
     check_outputs,
     importing,
     numbers,
-    set_threads,
+    set_up,
 )
 from draftsmith.cli.plans import (
     AcceptanceOption,
@@ -145,7 +145,7 @@ def bench(
             write_json(json_path, found.as_json())
 
     console, notes = Console(), Console(stderr=True)
-    set_threads(threads, notes)
+    set_up(threads, notes)
     try:
         with progress(notes) as report:
             run(

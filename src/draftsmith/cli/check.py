@@ -17,7 +17,7 @@ from draftsmith.cli.common import (
     TrustOption,
     check_outputs,
     importing,
-    set_threads,
+    set_up,
 )
 from draftsmith.types import DraftsmithError
 
@@ -84,7 +84,7 @@ def check(
     def say(what: str) -> None:
         notes.print(f"[dim]{what} …[/dim]")
 
-    set_threads(threads, notes)
+    set_up(threads, notes)
     result = run(
         given, target, dtype=dtype, serving_dtype=serving_dtype, device=device,
         trust_remote_code=trust_remote_code, prompts=data, task=task, prompt_count=prompts, new_tokens=new_tokens,

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.memory import keep_freed_memory
 from draftsmith.processor import check_threads, use_threads
 from draftsmith.types import DraftsmithError, Quantization
 from draftsmith.workflows.models import CompileChoice, load_engine, settle_compilation
@@ -87,8 +88,9 @@ def check_outputs(json_path: Path | None = None, folder: Path | None = None) -> 
         ensure_folder(folder)
 
 
-def set_threads(threads: int | None, notes: Console) -> None:
-    """Compute with so many threads from here on, by default with those that fit; say what is to be known of it."""
+def set_up(threads: int | None, notes: Console) -> None:
+    """Keep freed memory, and compute with so many threads, by default those that fit; say what is to be known of it."""
+    keep_freed_memory()
     note = use_threads(threads)
     if note is not None:
         notes.print(f"[dim]{note}[/dim]", highlight=False)

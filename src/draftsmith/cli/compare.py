@@ -20,7 +20,7 @@ from draftsmith.cli.common import (
     TrustOption,
     check_outputs,
     importing,
-    set_threads,
+    set_up,
 )
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -121,7 +121,7 @@ def compare(
         from draftsmith.workflows.comparison import compare as run
 
     console, notes = Console(), Console(stderr=True)
-    set_threads(threads, notes)
+    set_up(threads, notes)
     with progress(notes) as report:
         done = run(
             target, family or [], given, budget=budget, settings=settings, prompts=prompts,

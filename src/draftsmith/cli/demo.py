@@ -23,7 +23,7 @@ from draftsmith.cli.common import (
     ThreadsOption,
     check_outputs,
     importing,
-    set_threads,
+    set_up,
 )
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -80,7 +80,7 @@ def demo(
         from draftsmith.workflows.live import LiveSettings
 
     console = Console()
-    set_threads(threads, Console(stderr=True))
+    set_up(threads, Console(stderr=True))
     settings = LiveSettings(minutes=minutes, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
     with training_bar(console, 60 * minutes) as show:
         result = demonstrate(

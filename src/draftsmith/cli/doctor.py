@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from draftsmith.cli.common import JsonOption, ThreadsOption, check_outputs, set_threads
+from draftsmith.cli.common import JsonOption, ThreadsOption, check_outputs, set_up
 
 if TYPE_CHECKING:
     from draftsmith.workflows.doctor import Diagnosis
@@ -24,7 +24,7 @@ def doctor(threads: ThreadsOption = None, json_path: JsonOption = None) -> None:
     from draftsmith.evaluation.reporting.result_files import write_json
     from draftsmith.workflows.doctor import examine
 
-    set_threads(threads, Console(stderr=True))
+    set_up(threads, Console(stderr=True))
     found = examine()
     show(Console(), found)
     if json_path is not None:

@@ -18,7 +18,7 @@ from draftsmith.cli.common import (
     TrustOption,
     check_outputs,
     importing,
-    set_threads,
+    set_up,
 )
 from draftsmith.cli.progress import progress
 from draftsmith.types import DraftsmithError
@@ -97,7 +97,7 @@ def export(
         from draftsmith.workflows.exporting import export as run
 
     notes, console = Console(stderr=True), Console()
-    set_threads(threads, notes)
+    set_up(threads, notes)
     with progress(notes) as report:
         result = run(
             given, target, out=out, guesses=guesses, check=check, prompts=data, task=task, prompt_count=prompts,

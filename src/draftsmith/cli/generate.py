@@ -26,7 +26,7 @@ from draftsmith.cli.common import (
     importing,
     load_engine,
     say,
-    set_threads,
+    set_up,
     settle_compilation,
 )
 from draftsmith.cli.guidance import (
@@ -199,7 +199,7 @@ def generate(
     notes = Console(stderr=True)
     with importing():
         import draftsmith.engine  # noqa: F401
-    set_threads(threads, notes)
+    set_up(threads, notes)
     engine = load_engine(
         notes,
         target=target,

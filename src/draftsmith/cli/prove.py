@@ -21,7 +21,7 @@ from draftsmith.cli.common import (
     TrustOption,
     check_outputs,
     importing,
-    set_threads,
+    set_up,
 )
 from draftsmith.cli.plans import (
     AcceptanceOption,
@@ -137,7 +137,7 @@ def prove(
         from draftsmith.workflows.proving import prove as run
 
     notes, console = Console(stderr=True), Console()
-    set_threads(threads, notes)
+    set_up(threads, notes)
     with progress(notes) as report:
         result = run(
             target, drafter, drafts, prompts=data, task=task, prompt_count=prompts, work=work, quick=quick,

@@ -17,7 +17,7 @@ from draftsmith.cli.common import (
     ThreadsOption,
     TrustOption,
     importing,
-    set_threads,
+    set_up,
 )
 from draftsmith.cli.plans import DRAFTS, OWN, RemeasureOption, ShapeOption, read_shape
 from draftsmith.serving.settings import Settings
@@ -132,7 +132,7 @@ def serve(
     with importing():
         from draftsmith.workflows.serving import DraftRules, Sizes
         from draftsmith.workflows.serving import serve as run
-    set_threads(threads, notes)
+    set_up(threads, notes)
 
     def say_ready(host: str, port: int) -> None:
         shown = f"[{host}]" if ":" in host else host

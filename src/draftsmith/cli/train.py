@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from draftsmith.cli.common import MODELS, OUTPUT, JsonOption, ThreadsOption, check_outputs
+from draftsmith.memory import keep_freed_memory
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def train(
     from draftsmith.workflows.training import Evaluation
     from draftsmith.workflows.training import train as run
 
+    keep_freed_memory()
     result = run(
         recipe, *overrides, target=target, data=data, family=family, init_from=drafter, out=out,
         minutes=minutes, resume=resume, dry_run=dry_run,

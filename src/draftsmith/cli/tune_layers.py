@@ -22,7 +22,7 @@ from draftsmith.cli.common import (
     TrustOption,
     check_outputs,
     importing,
-    set_threads,
+    set_up,
 )
 from draftsmith.workflows.models import Loading
 
@@ -87,7 +87,7 @@ def tune_layers(
         from draftsmith.workflows.tuning import tune_layers as run
 
     console, notes = Console(), Console(stderr=True)
-    set_threads(threads, notes)
+    set_up(threads, notes)
     with progress(notes, evaluations) as report:
         result = run(
             target, out, prompts=data, task=task, guesses=guesses, whole=whole_layers, evaluations=evaluations,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.dtypes import cast_parameters, resolve_dtype
+from draftsmith.memory import give_back_freed_memory
 from draftsmith.targets.backend import Backend, first_backend, refuse_unpackable
 from draftsmith.targets.cache.cache import KVCache
 from draftsmith.targets.cache.nodes import Nodes
@@ -129,6 +130,7 @@ class Target:
         model = load_model(name, kind, where, trust_remote_code)
         tokenizer, folder = load_tokenizer(name, trust_remote_code), Path(name)
         target = cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name, native, quantize)
+        give_back_freed_memory()
         if dtype == "auto":
             target.precision_on_disk = precision_on_disk(name, kind, trust_remote_code)
             if target.precision_on_disk:

@@ -1,0 +1,84 @@
+"""Memory that programs keep: whether pages have to be cleared anew, counted in processes of their own."""
+
+import subprocess
+import sys
+
+import pytest
+
+from draftsmith.memory import give_back_freed_memory, keep_freed_memory
+
+PAGES = 25_000
+"""Of 4 KB in a hundred megabytes."""
+COUNT = """
+import resource, sys, threading, torch
+from draftsmith.memory import give_back_freed_memory, keep_freed_memory
+kept = keep_freed_memory() if "keep" in sys.argv else None
+counts = []
+def met():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def step(megabytes):
+    begun = met()
+    torch.ones(megabytes * 2 ** 18)
+    counts.append(met() - begun)
+def steps():
+    for _ in range(20):  # where a piece begins is rounded up, and what is left before it fits nobody: seven times
+        step(40 if "thread" in sys.argv else 100)
+if "thread" in sys.argv:
+    one = threading.Thread(target=steps)
+    one.start(), one.join()
+else:
+    steps()
+if "give" in sys.argv:
+    give_back_freed_memory()
+    step(100)
+print(kept, counts[0], *counts[-5:])
+"""
+
+
+def counted(*words: str, **environment: str) -> tuple[str, list[int]]:
+    """Return what keeping answered, and how many pages the first step and the last ones met anew."""
+    found = subprocess.run(
+        [sys.executable, "-c", COUNT, *words], env={"PATH": "", **environment}, capture_output=True, text=True,
+        check=True,
+    ).stdout.split()
+    return found[0], [int(word) for word in found[1:]]
+
+
+if sys.platform != "linux":
+    pytest.skip("other C libraries keep memory by rules of their own", allow_module_level=True)
+
+
+def test_a_step_finds_the_memory_of_the_step_before():
+    """A hundred megabytes are touched anew in every step without it, and once with it."""
+    assert min(counted()[1]) > PAGES / 2
+    kept, (first, *later) = counted("keep")
+    assert kept == "True"
+    assert first > PAGES / 2
+    assert max(later) < PAGES / 100
+
+
+def test_other_threads_find_theirs_too():
+    kept, (first, *later) = counted("keep", "thread")
+    assert kept == "True"
+    assert first > 0.2 * PAGES
+    assert max(later) < PAGES / 100
+
+
+def test_what_was_freed_can_be_given_back():
+    _, (*_, before, after) = counted("keep", "give")
+    assert before < PAGES / 100
+    assert after > PAGES / 2
+
+
+@pytest.mark.parametrize(
+    "environment", [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}]
+)
+def test_the_users_own_choice_stays(environment):
+    kept, (_, *later) = counted("keep", **environment)
+    assert kept == "False"
+    assert min(later) > PAGES / 2
+    assert not keep_freed_memory(environment)
+
+
+def test_giving_back_is_always_allowed():
+    give_back_freed_memory()
