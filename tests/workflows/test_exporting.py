@@ -18,6 +18,7 @@ from draftsmith.cli import app
 from draftsmith.drafters.registry import family_named
 from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.evaluation.peers.acceptance import SideBySide
+from draftsmith.evaluation.peers.vllm_process import Vllm
 from draftsmith.evaluation.prompts import Prompt
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
@@ -279,6 +280,21 @@ def test_a_vllm_that_does_not_start_is_told_with_its_reason(tmp_path: Path, pyth
             saved(tmp_path, "medusa", target), place, out=tmp_path / "out", check=python, prompts=TEXTS, prompt_count=3,
             new_tokens=8, dtype="fp32", device="cpu",
         )
+
+
+def test_a_vllm_that_does_not_answer_is_not_waited_for_in_vain(tmp_path: Path):
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho 'Waiting for a lock.' >&2\nexec sleep 600\n")
+    program.chmod(0o755)
+    with pytest.raises(DraftsmithError, match=r"not answered for 1 seconds; .* reported last: Waiting for a lock\."):
+        Vllm(program, {}, patience_s=1)
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--new-tokens", "--task"])
+def test_what_says_how_to_check_is_not_ignored_without_a_check(option: str, tmp_path: Path):
+    ran = CliRunner().invoke(app, ["export", "--drafter", str(tmp_path), "--out", str(tmp_path / "out"), option, "9"])
+    assert ran.exit_code == 2
+    assert f"{option} says what to decode in a check; give --check too" in " ".join(ran.output.split())
 
 
 def test_where_hardly_a_guess_stays_nothing_is_claimed():

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 FAILED = 1
 CHECK = "Check"
+PROMPTS, NEW_TOKENS = 24, 128
+"""What a check decodes if nobody says how much."""
 
 
 def export(
@@ -57,8 +59,12 @@ def export(
     task: Annotated[
         str | None, typer.Option(help="Only prompts of this task: code, prose or dialogue.", rich_help_panel=CHECK)
     ] = None,
-    prompts: Annotated[int, typer.Option(help="How many, of 8 to 160 tokens.", rich_help_panel=CHECK)] = 24,
-    new_tokens: Annotated[int, typer.Option(help="Greedy tokens a prompt.", rich_help_panel=CHECK)] = 128,
+    prompts: Annotated[
+        int | None, typer.Option(help=f"How many, of 8 to 160 tokens; {PROMPTS} by default.", rich_help_panel=CHECK)
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(help=f"Greedy tokens a prompt; {NEW_TOKENS} by default.", rich_help_panel=CHECK)
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     trust_remote_code: TrustOption = False,
@@ -82,8 +88,10 @@ def export(
     if given is None or out is None:
         missing = "--drafter, the folder of a trained drafter" if given is None else "--out, the folder to write"
         raise DraftsmithError(f"give {missing}.")
-    if check is None and (data is not None or task is not None):
-        raise DraftsmithError("--data and --task say what to decode in a check; give --check too, or leave them out.")
+    of_check = {"--data": data, "--task": task, "--prompts": prompts, "--new-tokens": new_tokens}
+    idle = next((option for option, value in of_check.items() if value is not None), None)
+    if check is None and idle is not None:
+        raise DraftsmithError(f"{idle} says what to decode in a check; give --check too, or leave it out.")
     from draftsmith.workflows.exporting import program
     from draftsmith.workflows.given import check_models, check_prompts, require_trained
 
@@ -100,8 +108,10 @@ def export(
     set_up(threads, notes)
     with progress(notes) as report:
         result = run(
-            given, target, out=out, guesses=guesses, check=check, prompts=data, task=task, prompt_count=prompts,
-            new_tokens=new_tokens, dtype=dtype, device=device, trust_remote_code=trust_remote_code, console=notes,
+            given, target, out=out, guesses=guesses, check=check, prompts=data, task=task,
+            prompt_count=PROMPTS if prompts is None else prompts,
+            new_tokens=NEW_TOKENS if new_tokens is None else new_tokens, dtype=dtype, device=device,
+            trust_remote_code=trust_remote_code, console=notes,
             on_progress=report,
         )
     console.print(f"Written to {result.folder}. To serve with it:\n", highlight=False, markup=False)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from select import select
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +23,8 @@ from draftsmith.types import DraftsmithError
 NAMED, SEE_ABOVE = re.compile(r"\b\w+(?:Error|Exception): .+"), "See root cause above"
 USERS = ("LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE")
 """Variables that keep a value that the user has set."""
+PATIENCE_S = 900.0
+"""How long it may take to start, and to answer."""
 LAST_BYTES = 1 << 16
 """How much of the end of what vLLM reported is looked at for a reason."""
 
@@ -64,12 +67,16 @@ class Vllm:
         python: of the environment with vLLM.
         settings: the arguments of vLLM's `LLM`.
         threads: to compute with; None for as many as there are processors.
+        patience_s: how long it may take to start, and then to answer.
 
     Raises:
         DraftsmithError: there is no such Python, or vLLM does not start.
     """
 
-    def __init__(self, python: Path, settings: Mapping[str, Any], threads: int | None = None) -> None:
+    def __init__(
+        self, python: Path, settings: Mapping[str, Any], threads: int | None = None, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._patience_s = patience_s
         self._reports = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
         try:
             self._process = subprocess.Popen(
@@ -134,6 +141,12 @@ class Vllm:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        # An answer is one line, so nothing of it is left in a buffer.
+        if not select([self._process.stdout], [], [], self._patience_s)[0]:
+            raise DraftsmithError(
+                f"vLLM has not answered for {self._patience_s:.0f} seconds; see whether it runs this target by itself. "
+                f"It reported last: {self._reason()}"
+            )
         line = self._process.stdout.readline()
         if line:
             answer: dict[str, Any] = json.loads(line)
