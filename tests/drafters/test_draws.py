@@ -65,12 +65,19 @@ def test_guesses_are_what_q_and_the_noise_say(
     assert q_BMV.shape == (batch, 1 + plan.max_nodes - frontier, vocabulary) and q_BMV.dtype == torch.float32
     torch.testing.assert_close(q_BMV.double().sum(-1), torch.ones(q_BMV.shape[:2]).double(), rtol=0, atol=1e-6)
     stream = Stream.BLOCK_DRAFT if acceptance == "block" else Stream.DRAFT
-    temperature_B = torch.where(context.temperature_B > 0, context.temperature_B, 0.1)
+    is_drawn_B = context.temperature_B > 0
+    temperature_B = torch.where(is_drawn_B, context.temperature_B, 0.1)
     begin, slot, frontier, beside = 0, 0, 1, 0
     for depth, children in enumerate(branching):
         q_BFV = q_BMV[:, begin : begin + frontier].double()
         expected = scores[depth].view(batch, frontier, -1).double() / temperature_B[:, None, None]
-        torch.testing.assert_close(q_BFV, expected.softmax(-1), rtol=3e-5, atol=1e-30)
+        compared_B = is_drawn_B
+        if plan.is_chain:  # a greedy row accepts the likeliest token alone, and a chain has nothing beside it
+            likeliest_B1 = scores[depth][~is_drawn_B].argmax(-1, keepdim=True)
+            assert torch.equal(tokens[depth][~is_drawn_B], likeliest_B1)
+        else:
+            compared_B = torch.ones_like(is_drawn_B)
+        torch.testing.assert_close(q_BFV[compared_B], expected.softmax(-1)[compared_B], rtol=3e-5, atol=1e-30)
         left_BFV = q_BFV.clone()
         for child in range(children):
             slots_F = slot + torch.arange(frontier) * children + child

@@ -14,9 +14,11 @@ from draftsmith.plan import Plan
 from draftsmith.types import Context
 from draftsmith.verify.noise import Stream, arrivals, categorical, race, uniform
 
-# For a greedy row any q is exact; a sharp q guesses the argmax, the only token that such a row can accept.
+# For a greedy row any q is exact; the sharper q is, the oftener it guesses the argmax. In trees that are drawn, siblings
+# differ, so the tokens next to it need a share as well.
 _GREEDY_TEMPERATURE = 0.1
-# Marks a greedy row beside rows that guess with the target's noise; kNoNoise in native/csrc/drawing.h.
+# The same for chains. It also marks a greedy row beside rows that guess with the target's noise; kNoNoise in
+# native/csrc/drawing.h.
 _NO_NOISE_TEMPERATURE = 1e-4
 COMPARED = 8
 """Among so many first arrivals it is told how likely each is: others hardly count, and finding them would take long.
@@ -53,7 +55,7 @@ def shared_noise(plan: Plan, context: Context) -> list[Tensor]:
 
 def temperature_of(context: Context, plan: Plan) -> Tensor:
     """Return the temperature by which scores are divided before guesses are drawn (B, fp32)."""
-    greedy = _GREEDY_TEMPERATURE if plan.sampled else _NO_NOISE_TEMPERATURE
+    greedy = _GREEDY_TEMPERATURE if plan.sampled and not plan.is_chain else _NO_NOISE_TEMPERATURE
     return torch.where(context.temperature_B > 0, context.temperature_B, greedy).float()
 
 
