@@ -25,9 +25,9 @@ OWN_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOL
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Let this process keep what it frees, from here on; return whether it does.
 
-    It holds for the whole process, so programs call it and libraries do not. Pieces of a gigabyte or more are
-    given back all the same. Nothing happens where the user has chosen
-    otherwise by the environment, or where the C library is not GNU's.
+    It holds for the whole process, so programs call it and libraries do not. Pieces of a gigabyte or more are given
+    back all the same. Nothing happens where the user has chosen otherwise by the environment, or where the C library is
+    not GNU's.
     """
     library = _library()
     chosen = any(name in environment for name in OWN_CHOICE) or "malloc" in environment.get("GLIBC_TUNABLES", "")

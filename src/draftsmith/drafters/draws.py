@@ -14,8 +14,8 @@ from draftsmith.plan import Plan
 from draftsmith.types import Context
 from draftsmith.verify.noise import Stream, arrivals, categorical, race, uniform
 
-# For a greedy row any q is exact; the sharper q is, the oftener it guesses the argmax. In trees that are drawn, siblings
-# differ, so the tokens next to it need a share as well.
+# For a greedy row any q is exact; the sharper q is, the oftener it guesses the argmax. In trees that are drawn,
+# siblings differ, so the tokens next to it need a share as well.
 _GREEDY_TEMPERATURE = 0.1
 # The same for chains. It also marks a greedy row beside rows that guess with the target's noise; kNoNoise in
 # native/csrc/drawing.h.
