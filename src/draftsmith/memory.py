@@ -14,7 +14,7 @@ from collections.abc import Mapping
 # from how many bytes on a piece is mapped by itself.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _NEVER = -1
-_LARGE = 1 << 30
+_LARGE, _OLD_LARGE = 1 << 30, 32 << 20  # the most that older versions take
 # A heap of a thread other than the first one has at most this, and is given back when the heap before it has more free
 # than this pad.
 _THREADS_HEAP = 64 << 20
@@ -26,15 +26,17 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
     """Let this process keep what it frees, from here on; return whether it does.
 
     It holds for the whole process, so programs call it and libraries do not. Pieces of a gigabyte or more are given
-    back all the same. Nothing happens where the user has chosen otherwise by the environment, or where the C library is
-    not GNU's.
+    back all the same, and in other threads than the first those of 64 MB. Nothing happens where the user has chosen
+    otherwise by the environment, or where the C library is not GNU's.
     """
     library = _library()
     chosen = any(name in environment for name in OWN_CHOICE) or "malloc" in environment.get("GLIBC_TUNABLES", "")
     if library is None or chosen:
         return False
-    settings = ((_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _THREADS_HEAP), (_MMAP_THRESHOLD, _LARGE))
-    done = [library.mallopt(name, value) for name, value in settings]
+    # First, because older versions refuse so much, and the other settings alone would freeze this one where it is low.
+    if not any(library.mallopt(_MMAP_THRESHOLD, size) for size in (_LARGE, _OLD_LARGE)):
+        return False
+    done = [library.mallopt(_TRIM_THRESHOLD, _NEVER), library.mallopt(_TOP_PAD, _THREADS_HEAP)]
     return min(done) == 1
 
 
