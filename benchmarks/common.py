@@ -183,6 +183,11 @@ def span(value: Interval, digits: int = 2) -> str:
     return f"{value.value:.{digits}f} [{value.low:.{digits}f}, {value.high:.{digits}f}]"
 
 
+def told(values: Sequence[float], digits: int = 2) -> str:
+    """Write the median of a few values, and all of them."""
+    return f"{np.median(values):.{digits}f} ({', '.join(f'{value:.{digits}f}' for value in sorted(values))})"
+
+
 def as_json(value: Interval) -> dict[str, Any]:
     """Write an estimate with its interval for JSON."""
     return {"value": value.value, "ci95": value.ends}

@@ -11,7 +11,6 @@ random order.
 
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,11 +18,12 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import arguments, finish, main, say, show_table, start
+from common import arguments, finish, main, say, show_table, start, told
 
 from draftsmith.evaluation.measuring.interleaving import interleaved
+from draftsmith.memory import SWITCH
 
-SETTINGS = {"kept": {}, "given back": {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}}
+SETTINGS = {"kept": {}, "given back": {SWITCH: "0"}}
 
 
 class Run(NamedTuple):
@@ -77,19 +77,13 @@ def run() -> None:
                  "most_mb": most_mb}
             )
             table.append(
-                [family, setting, told(step_s), f"{statistics.median(pages):,.0f}", told(system_s),
-                 f"{statistics.median(most_mb):,.0f}"]
+                [family, setting, told(step_s, 3), told(pages, 0), told(system_s, 3), told(most_mb, 0)]
             )
     show_table(
         f"A training step, median (all of {args.rounds} rounds)",
         ["family", "freed memory is", "step, s", "pages", "of it in the system, s", "most memory, MB"], table,
     )
     finish(args, {"cells": cells})
-
-
-def told(values: list[float]) -> str:
-    """Say the median, and all values."""
-    return f"{statistics.median(values):.3f} ({', '.join(f'{value:.3f}' for value in sorted(values))})"
 
 
 if __name__ == "__main__":

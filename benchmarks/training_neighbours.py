@@ -9,7 +9,6 @@ in random order.
 """
 
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import arguments, finish, main, say, show_table, start
+from common import arguments, finish, main, say, show_table, start, told
 
 LOOP = "while True: pass"
 TWIN = "twin"
@@ -76,11 +75,6 @@ def run() -> None:
         [[cell["beside"], *(told(values) for values in cell["seconds_a_step"].values())] for cell in cells],
     )
     finish(args, {"cells": cells})
-
-
-def told(values: list[float]) -> str:
-    """Say the median, and all values."""
-    return f"{statistics.median(values):.2f} ({', '.join(f'{value:.2f}' for value in sorted(values))})"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from draftsmith.drafters.registry import BUILT_IN
 SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
-    ("types",),
-    ("constraints", "files", "memory", "system", "user_cache"),
+    ("memory", "types"),
+    ("constraints", "files", "system", "user_cache"),
     ("assets", "dtypes", "native", "plan", "processor", "provenance"),
     ("targets", "verify", "grammar_process"),
     ("drafters",),

@@ -1,8 +1,8 @@
 """Memory that was freed stays with this process, so that the next step finds it already there.
 
 The C library hands large pieces back to the system as soon as they are freed. The system clears every page anew when it
-is touched again, which takes a training step on a CPU a fifth longer (docs/training.md, "Memory that stays"), and a
-decoding step of many rows that draw from large vocabularies as well.
+is touched again, which makes a training step on a CPU a fifth to a third longer (docs/training.md, "Memory that
+stays"), and a decoding step of many rows that draw from large vocabularies as well.
 """
 
 import ctypes
@@ -14,37 +14,44 @@ from collections.abc import Mapping
 # from how many bytes on a piece is mapped by itself.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _NEVER = -1
-_LARGE, _OLD_LARGE = 1 << 30, 32 << 20  # the most that older versions take
+_LARGE, _OLD_LARGE = 1 << 30, 32 << 20  # versions before 2.35 take no more than the second
 # A heap of a thread other than the first one has at most this, and is given back when the heap before it has more free
 # than this pad.
 _THREADS_HEAP = 64 << 20
-OWN_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_")
-"""Environment variables by which a user chooses this; `GLIBC_TUNABLES` is another."""
+SWITCH = "DRAFTSMITH_KEEP_MEMORY"
+"""The environment variable that leaves freed memory to the C library if it is 0."""
+OWN_CHOICE = ("trim_threshold", "top_pad", "mmap_threshold", "mmap_max")
+"""What a user may have chosen in the C library's own variables: `GLIBC_TUNABLES`, or `MALLOC_TRIM_THRESHOLD_` and so
+on."""
 
 
 def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
-    """Let this process keep what it frees, from here on; return whether it does.
+    """Let this process keep what it frees, from here on; return whether the C library took the settings.
 
-    It holds for the whole process, so programs call it and libraries do not. Pieces of a gigabyte or more are given
-    back all the same, and in other threads than the first those of 64 MB. Nothing happens where the user has chosen
-    otherwise by the environment, or where the C library is not GNU's.
+    It holds for the whole process, so programs call it and libraries do not. Pieces of a gigabyte or more (of 32 MB
+    before glibc 2.35) are given back all the same, and in other threads than the first those of 64 MB. Nothing happens
+    where the environment says otherwise (`SWITCH`, `OWN_CHOICE`), or where the C library is not GNU's. Another library
+    for memory that was loaded before it, such as jemalloc, goes by settings of its own.
     """
     library = _library()
-    chosen = any(name in environment for name in OWN_CHOICE) or "malloc" in environment.get("GLIBC_TUNABLES", "")
-    if library is None or chosen:
+    if library is None or environment.get(SWITCH) == "0" or _has_chosen(environment):
         return False
-    # First, because older versions refuse so much, and the other settings alone would freeze this one where it is low.
+    # First, because the other settings alone would freeze this one where it is low.
     if not any(library.mallopt(_MMAP_THRESHOLD, size) for size in (_LARGE, _OLD_LARGE)):
         return False
-    done = [library.mallopt(_TRIM_THRESHOLD, _NEVER), library.mallopt(_TOP_PAD, _THREADS_HEAP)]
-    return min(done) == 1
+    return all(library.mallopt(*setting) for setting in ((_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _THREADS_HEAP)))
 
 
 def give_back_freed_memory() -> None:
-    """Give what was freed so far to the system: after loading, which frees what will not be needed again."""
+    """Give what was freed so far to the system, so that others may have it."""
     library = _library()
     if library is not None:
         library.malloc_trim(0)
+
+
+def _has_chosen(environment: Mapping[str, str]) -> bool:
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    return any(f"malloc.{name}=" in tunables or f"MALLOC_{name.upper()}_" in environment for name in OWN_CHOICE)
 
 
 def _library() -> ctypes.CDLL | None:

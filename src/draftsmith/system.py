@@ -6,15 +6,20 @@ Only files below `root` are read, which is `/` except in tests.
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from draftsmith.memory import give_back_freed_memory
+
 ROOT = Path("/")
 
 
 def free_memory(root: Path | None = None) -> int | None:
     """Return the bytes that this process can still get, by the machine's memory and the limits of its control groups.
 
-    The system's cache of files counts as free, because the system gives it up. None where the system does not say.
+    The system's cache of files counts as free, because the system gives it up, and so does what this process freed,
+    which is given back. None where the system does not say.
     """
-    root = ROOT if root is None else root
+    if root is None:
+        root = ROOT
+        give_back_freed_memory()
     found = [*_free_of_machine(root)]
     for folder in control_groups(root, None):
         found += _free_of_group(folder, "memory.max", "memory.current", "")

@@ -71,13 +71,15 @@ def test_guesses_are_what_q_and_the_noise_say(
     for depth, children in enumerate(branching):
         q_BFV = q_BMV[:, begin : begin + frontier].double()
         expected = scores[depth].view(batch, frontier, -1).double() / temperature_B[:, None, None]
-        compared_B = is_drawn_B
+        q_compared = q_BFV
         if plan.is_chain:  # a greedy row accepts the likeliest token alone, and a chain has nothing beside it
-            likeliest_B1 = scores[depth][~is_drawn_B].argmax(-1, keepdim=True)
-            assert torch.equal(tokens[depth][~is_drawn_B], likeliest_B1)
-        else:
-            compared_B = torch.ones_like(is_drawn_B)
-        torch.testing.assert_close(q_BFV[compared_B], expected.softmax(-1)[compared_B], rtol=3e-5, atol=1e-30)
+            greedy_GV, q_GV = scores[depth][~is_drawn_B], q_BFV[~is_drawn_B, 0]
+            likeliest_G1 = greedy_GV.argmax(-1, keepdim=True)
+            assert torch.equal(tokens[depth][~is_drawn_B], likeliest_G1)
+            leads_G = greedy_GV.topk(2).values.diff(dim=-1).neg().flatten()
+            assert (q_GV.gather(1, likeliest_G1)[leads_G > 0.01] > 1 - 1e-6).all()
+            q_compared, expected = q_BFV[is_drawn_B], expected[is_drawn_B]
+        torch.testing.assert_close(q_compared, expected.softmax(-1), rtol=3e-5, atol=1e-30)
         left_BFV = q_BFV.clone()
         for child in range(children):
             slots_F = slot + torch.arange(frontier) * children + child

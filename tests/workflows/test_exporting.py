@@ -282,11 +282,11 @@ def test_a_vllm_that_does_not_start_is_told_with_its_reason(tmp_path: Path, pyth
         )
 
 
-def test_a_vllm_that_does_not_answer_is_not_waited_for_in_vain(tmp_path: Path):
+def test_a_vllm_that_hangs_while_it_starts_is_given_up(tmp_path: Path):
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\necho 'Waiting for a lock.' >&2\nexec sleep 600\n")
     program.chmod(0o755)
-    with pytest.raises(DraftsmithError, match=r"not answered for 1 seconds; .* reported last: Waiting for a lock\."):
+    with pytest.raises(DraftsmithError, match=r"not started within 1 seconds; .* reported last: Waiting for a lock\."):
         Vllm(program, {}, patience_s=1)
 
 

@@ -111,8 +111,7 @@ def export(
             given, target, out=out, guesses=guesses, check=check, prompts=data, task=task,
             prompt_count=PROMPTS if prompts is None else prompts,
             new_tokens=NEW_TOKENS if new_tokens is None else new_tokens, dtype=dtype, device=device,
-            trust_remote_code=trust_remote_code, console=notes,
-            on_progress=report,
+            trust_remote_code=trust_remote_code, console=notes, on_progress=report,
         )
     console.print(f"Written to {result.folder}. To serve with it:\n", highlight=False, markup=False)
     console.print(f"    {result.command}", highlight=False, markup=False, soft_wrap=True)

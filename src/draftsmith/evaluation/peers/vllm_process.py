@@ -24,7 +24,7 @@ NAMED, SEE_ABOVE = re.compile(r"\b\w+(?:Error|Exception): .+"), "See root cause 
 USERS = ("LD_PRELOAD", "VLLM_CPU_KVCACHE_SPACE", "HF_HUB_OFFLINE")
 """Variables that keep a value that the user has set."""
 PATIENCE_S = 900.0
-"""How long it may take to start, and to answer."""
+"""How long it may take to start."""
 LAST_BYTES = 1 << 16
 """How much of the end of what vLLM reported is looked at for a reason."""
 
@@ -67,7 +67,7 @@ class Vllm:
         python: of the environment with vLLM.
         settings: the arguments of vLLM's `LLM`.
         threads: to compute with; None for as many as there are processors.
-        patience_s: how long it may take to start, and then to answer.
+        patience_s: how long it may take to start.
 
     Raises:
         DraftsmithError: there is no such Python, or vLLM does not start.
@@ -76,7 +76,6 @@ class Vllm:
     def __init__(
         self, python: Path, settings: Mapping[str, Any], threads: int | None = None, patience_s: float = PATIENCE_S
     ) -> None:
-        self._patience_s = patience_s
         self._reports = tempfile.TemporaryFile()  # noqa: SIM115, it is closed with the process
         try:
             self._process = subprocess.Popen(
@@ -90,7 +89,7 @@ class Vllm:
                 f"{python} cannot be run ({error.strerror}); name the Python of an environment with vLLM."
             ) from error
         try:
-            self.version = str(self._answer()["version"])
+            self.version = str(self._answer(patience_s)["version"])
         except BaseException:
             self.close()
             raise
@@ -139,12 +138,13 @@ class Vllm:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self, patience_s: float | None = None) -> dict[str, Any]:
+        """Wait for the next answer, for so many seconds at most; None waits as long as it runs."""
         assert self._process.stdout is not None
-        # An answer is one line, so nothing of it is left in a buffer.
-        if not select([self._process.stdout], [], [], self._patience_s)[0]:
+        # An answer is one line, so nothing of the one before is left in a buffer.
+        if not select([self._process.stdout], [], [], patience_s)[0]:
             raise DraftsmithError(
-                f"vLLM has not answered for {self._patience_s:.0f} seconds; see whether it runs this target by itself. "
+                f"vLLM has not started within {patience_s:.0f} seconds; see whether it runs this target by itself. "
                 f"It reported last: {self._reason()}"
             )
         line = self._process.stdout.readline()
