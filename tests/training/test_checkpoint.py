@@ -82,6 +82,54 @@ def test_drafter_folder_replaced_under_kills(tmp_path: Path):
     assert call > 20
 
 
+def test_a_link_stays_and_what_it_points_at_is_replaced_under_kills(tmp_path: Path):
+    """Whatever call an export through a link dies at, the link stays, and behind it is the old or the new, whole."""
+    old, new = (MLPSpeculator(toy_config()) for _ in range(2))
+    call, killed = 0, True
+    while killed:
+        call += 3
+        own, link = tmp_path / str(call) / "own" / "drafter", tmp_path / str(call) / "link"
+        old.save_pretrained(own, FACTS)
+        link.symlink_to(own)
+        killed = toy.dies(lambda link=link: new.save_pretrained(link, FACTS), at_call=call)
+        found = MLPSpeculator.from_pretrained(link).head[0].weight
+        assert torch.equal(found, old.head[0].weight) or torch.equal(found, new.head[0].weight)
+        new.save_pretrained(link, FACTS)
+        assert link.readlink() == own and [path.name for path in own.parent.iterdir()] == ["drafter"]
+        assert sorted(path.name for path in link.parent.iterdir()) == ["link", "own"]
+        assert torch.equal(MLPSpeculator.from_pretrained(own).head[0].weight, new.head[0].weight)
+    assert call > 20
+
+
+def test_a_link_to_nothing_is_filled(tmp_path: Path):
+    (tmp_path / "link").symlink_to("later")
+    MLPSpeculator(toy_config()).save_pretrained(tmp_path / "link", FACTS)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "later" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("leftover", [".drafter.old", ".drafter.0a1b2c3d.tmp"])
+def test_links_left_over_are_unlinked_and_not_walked(tmp_path: Path, leftover: str):
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "text").write_text("theirs")
+    drafter = MLPSpeculator(toy_config())
+    drafter.save_pretrained(tmp_path / "drafter", FACTS)
+    (tmp_path / leftover).symlink_to("others")
+    drafter.save_pretrained(tmp_path / "drafter", FACTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "others"]
+    assert (tmp_path / "others" / "text").read_text() == "theirs"
+
+
+def test_a_checkpoint_that_was_moved_behind_a_link_is_pruned_by_its_link(tmp_path: Path):
+    save(tmp_path, 1)
+    first = Checkpoints(tmp_path, 2).at(1)
+    shutil.move(first, tmp_path / "elsewhere")
+    first.symlink_to(tmp_path / "elsewhere")
+    for step in (2, 3):
+        save(tmp_path, step)
+    assert sorted(path.name for path in first.parent.iterdir()) == ["step-00000002", "step-00000003"]
+    assert (tmp_path / "elsewhere" / "config.json").is_file()
+
+
 def toy_config():
     from draftsmith.drafters.heads.mlp_config import MLPConfig
 
@@ -105,7 +153,7 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, name: str, d
     save(tmp_path, 2)
     damage(Checkpoints(tmp_path, 2).at(2) / name)
     named = r"step-00000002" if name == "manifest.json" else rf"step-00000002/{name}"
-    with pytest.warns(RuntimeWarning, match=named):
+    with pytest.warns(RuntimeWarning, match=rf"{named}.*; the run goes on from its checkpoint of step 1 instead\."):
         assert loaded_step(tmp_path) == 1
     save(tmp_path, 2)
     assert loaded_step(tmp_path) == 2
@@ -114,7 +162,7 @@ def test_damage_is_named_and_the_one_before_is_used(tmp_path: Path, name: str, d
 def test_no_whole_checkpoint_is_never_a_silent_start(tmp_path: Path):
     save(tmp_path, 1)
     truncate(Checkpoints(tmp_path, 2).at(1) / "model.safetensors")
-    with pytest.warns(RuntimeWarning), pytest.raises(DraftsmithError, match="no checkpoint in .* is whole"):
+    with pytest.raises(DraftsmithError, match="no checkpoint in .* is whole; the first one: .* restore it from a good"):
         Checkpoints(tmp_path, 2).load()
     with pytest.raises(DraftsmithError, match="no checkpoint to resume from"):
         Checkpoints(tmp_path / "empty", 2).load()

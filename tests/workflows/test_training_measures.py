@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +157,26 @@ def test_a_family_is_named_again_to_go_on_without_the_options_chosen_at_the_star
         train(None, *SMALL[1:], evaluation=asked, resume=True, **{**words, "family": "medusa"})
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["named again", "not named"])
+def test_a_run_goes_on_though_what_it_started_from_is_gone(place: Path, tmp_path: Path, named: bool):
+    words: dict[str, Any] = {"data": place / "code.jsonl", "target": place / "model"}
+    recipe = {"stage1": {"steps": 2}, "target": {"dtype": "fp32"}, "output": {"save_every": 1}}
+    asked = Evaluation(prompts_a_task=2, new_tokens=8, prompt_tokens=8)
+    first = train(recipe, *SMALL, evaluation=asked, out=tmp_path / "first", **words)
+    warm = {"init_from": first.drafter, "out": tmp_path / "second", **words}
+    train(recipe, *SMALL, evaluation=asked, **warm)
+    last = tmp_path / "second" / "checkpoints" / "step-00000002"
+    weights = (last / "model.safetensors").read_bytes()
+    (last / "model.safetensors").write_bytes(b"")
+    shutil.move(tmp_path / "first", tmp_path / "moved")
+    if not named:
+        del warm["init_from"]
+    for dry_run in (True, False):
+        with pytest.warns(RuntimeWarning, match="the run goes on from its checkpoint of step 1 instead"):
+            train(None, evaluation=asked, resume=True, dry_run=dry_run, **warm)
+    assert (last / "model.safetensors").read_bytes() == weights
+
+
 def test_a_family_beside_a_recipe_of_another_one_is_named_again_to_go_on(place: Path, tmp_path: Path):
     words = {"target": place / "model", "data": place / "code.jsonl", "out": tmp_path / "run", "family": "medusa"}
     recipe = {
@@ -190,8 +211,9 @@ def test_an_estimate_comes_with_a_dry_run_and_is_of_the_rest_when_resumed(place:
     assert "of measuring τ 2 times" in said()
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"")
-    with pytest.warns(RuntimeWarning, match="step-00000004"):
-        rest = said(resume=True)
+    rest = said(resume=True)
+    skipped = "step-00000004/model.safetensors is damaged (its SHA-256 is not in manifest.json); the run goes on from its "
+    assert f"{run / 'checkpoints'}/{skipped}checkpoint of step 3 instead.\n" in rest
     assert "resuming at step 3 of 4" in rest and "of measuring τ 1 time, " in rest and "of saving 1 time; " in rest
     assert "estimate" not in said(resume=True), "nothing is left to be done"
 

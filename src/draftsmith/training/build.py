@@ -84,11 +84,14 @@ def frequent_tokens(recipe: Recipe, target: Target, size: int, documents: Loader
     return torch.tensor(sorted(ranked[:size]))
 
 
-def build_drafter(recipe: Recipe, target: Target, documents: Loader | None = None) -> TrainableModel:
+def build_drafter(
+    recipe: Recipe, target: Target, documents: Loader | None = None, warm: bool = True
+) -> TrainableModel:
     """Return a drafter in fp32 on the target's device; its weights depend on the recipe alone.
 
     Args:
         documents: see `frequent_tokens`.
+        warm: start from the weights of `drafter.init_from`. Who loads others anyway need not have that folder.
 
     Raises:
         DraftsmithError: sizes that do not fit the target, or a warm start of another shape.
@@ -103,8 +106,8 @@ def build_drafter(recipe: Recipe, target: Target, documents: Loader | None = Non
         torch.manual_seed(noise(recipe.seed, "weights"))
         drafter = family.make(config, target, tokens)
     assert isinstance(drafter, TrainableModel)
-    if section.init_from is not None:
-        drafter.start_from(Path(section.init_from), target)
+    if warm and section.init_from is not None:
+        drafter.start_from(Path(section.init_from).expanduser(), target)
     drafter.to(target.device)
     drafter.bind(target)
     return drafter

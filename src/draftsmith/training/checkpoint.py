@@ -26,6 +26,11 @@ LOCK = ".lock"
 PROGRESS, OPTIMIZER = "progress.json", "optimizer.safetensors"
 
 
+def warn(sentence: str) -> None:
+    """Say something as a warning of Python's."""
+    warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """The state from which a run continues: the folder, counters and loaders as JSON, and the optimizer's tensors."""
@@ -159,27 +164,37 @@ class Checkpoints:
             if step != best:
                 storage.remove_folder(self.at(step))
 
-    def load(self) -> Checkpoint:
-        """Return the last good checkpoint; damaged ones are named in a warning and skipped.
+    def load(self, note: Callable[[str], None] = warn) -> Checkpoint:
+        """Return the last good checkpoint; damaged ones are skipped.
+
+        Args:
+            note: receives a sentence for each that is skipped, which names what is damaged and the step to go on from.
 
         Raises:
             DraftsmithError: there is none, or all are damaged. A run never restarts from step 0 by itself.
         """
-        steps, damage = self.steps(), ""
-        for step in reversed(steps):
+        damages: list[str] = []
+        for step in reversed(self.steps()):
             folder = storage.standing(self.at(step))
             try:
-                return self._read(folder)
+                found = self._read(folder)
             except DraftsmithError as error:
-                damage = str(error)
-                warnings.warn(f"{damage} Going back to the checkpoint before it.", RuntimeWarning, stacklevel=2)
-        if damage:
-            raise DraftsmithError(f"no checkpoint in {self.folder} is whole; the first one: {damage}")
+                damages.append(str(error))
+                continue
+            for damage in damages:
+                what, _, _ = damage.rpartition(";")  # the advice to restore it need not be followed
+                note(f"{what}; the run goes on from its checkpoint of step {step} instead.")
+            return found
+        if damages:
+            raise DraftsmithError(f"no checkpoint in {self.folder} is whole; the first one: {damages[-1]}")
         raise self._nothing_to_resume()
 
     def _read(self, folder: Path) -> Checkpoint:
         if not (folder / storage.MANIFEST).exists():
-            raise DraftsmithError(f"{folder / storage.MANIFEST} is missing, so {folder.name} cannot be trusted.")
+            raise DraftsmithError(
+                f"{folder / storage.MANIFEST} is missing, so {folder.name} cannot be trusted; restore it from a good "
+                "copy."
+            )
         storage.verify_folder(folder)
         return Checkpoint(folder, storage.read_json(folder / PROGRESS), storage.read_tensor_file(folder / OPTIMIZER))
 

@@ -123,10 +123,10 @@ class JointlyTrained(Trained):
 
     learning: JointStep
 
-    def __init__(self, section: JointSection, recipe: Recipe, target: Target) -> None:
+    def __init__(self, section: JointSection, recipe: Recipe, target: Target, warm: bool) -> None:
         self.section, self.made_for = section, target.facts()
         self.fingerprint: str | None = None
-        super().__init__(recipe, target)
+        super().__init__(recipe, target, warm=warm)
 
     def new_learning(self, drafter: TrainableModel, optimizer: OptimizerSection) -> JointStep:
         """Return an object that takes steps with a drafter and the target."""
@@ -219,8 +219,8 @@ class JointTrainingRun(TrainingRun):
                 "set it to null."
             )
 
-    def _make_trained(self) -> JointlyTrained:
-        return JointlyTrained(self.section, self.recipe, self.target)
+    def _make_trained(self, warm: bool) -> JointlyTrained:
+        return JointlyTrained(self.section, self.recipe, self.target, warm)
 
     def _one_step(self, stage: StageSection, local: int) -> dict[str, Any]:
         self.trained.learning.done = self.progress.step

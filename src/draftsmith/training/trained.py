@@ -23,9 +23,11 @@ from draftsmith.types import TargetFacts
 class Trained:
     """The drafter and its optimizers; subclasses that train the target too override its methods."""
 
-    def __init__(self, recipe: Recipe, target: Target, documents: Loader | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, target: Target, documents: Loader | None = None, warm: bool = True
+    ) -> None:
         self.recipe, self.target = recipe, target
-        self.drafter = build_drafter(recipe, target, documents)
+        self.drafter = build_drafter(recipe, target, documents, warm)
         self.learning = self.new_learning(self.drafter, recipe.optimizer)
 
     def new_learning(self, drafter: TrainableModel, optimizer: OptimizerSection) -> TrainingStep:

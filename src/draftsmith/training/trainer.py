@@ -16,7 +16,7 @@ from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.drafters.trainable.storage import standing
 from draftsmith.targets import Target
 from draftsmith.targets.loading.tokens import TokenText
-from draftsmith.training.checkpoint import BEST, Checkpoint, Checkpoints
+from draftsmith.training.checkpoint import BEST, Checkpoint, Checkpoints, warn
 from draftsmith.training.data.generated import Generate
 from draftsmith.training.data.identity import identify
 from draftsmith.training.interruption import TrainingInterrupted
@@ -72,11 +72,19 @@ class TrainingRun:
         self.material = Material(recipe, target, self.folder, console)
         self.held_out_loss = HeldOutLoss(recipe, target)
 
-    def _make_trained(self) -> Trained:
-        return Trained(self.recipe, self.target, self.material.documents)
+    def _make_trained(self, warm: bool) -> Trained:
+        return Trained(self.recipe, self.target, self.material.documents, warm)
 
-    def _build(self) -> None:
-        self.trained = self._make_trained()
+    def _note(self, sentence: str) -> None:
+        """Say what nobody should miss: as a warning of Python's where no progress is shown."""
+        if self.console.quiet:
+            warn(sentence)
+        else:
+            say(self.console, sentence)
+
+    def _build(self, resume: bool) -> None:
+        # A checkpoint has all weights, so where the first ones came from may be gone by now.
+        self.trained = self._make_trained(warm=not resume)
         check_lengths(self.recipe, self.trained.drafter, self.target)
 
     def plan_only(self, resume: bool) -> TrainingResult:
@@ -88,10 +96,10 @@ class TrainingRun:
         if resume:
             self.checkpoints.check_found(resume)
         self.folder.check_place(self.folder.path)
-        self._build()
+        self._build(resume)
         if resume:
             self.folder.check_resumable(identify(self.recipe))
-            self.progress = Progress.of(self.checkpoints.load().progress)
+            self.progress = Progress.of(self.checkpoints.load(self._note).progress)
         self.material.check()
         say(self.console, *plan_lines(self.recipe, self.trained.drafter))
         if resume:
@@ -115,11 +123,11 @@ class TrainingRun:
         """Train from the start, or from the last good checkpoint."""
         self.checkpoints.check_begin(resume)
         self.folder.check_place(self.folder.path)
-        self._build()
+        self._build(resume)
         census = None if resume else self.material.check()
         with self.checkpoints.held():
             self.checkpoints.check_found(resume)  # again, since another process may have trained in the meantime
-            return self._go(self.checkpoints.load() if resume else None, census, interrupted)
+            return self._go(self.checkpoints.load(self._note) if resume else None, census, interrupted)
 
     def _go(
         self, checkpoint: Checkpoint | None, census: dict[str, Any] | None, interrupted: threading.Event

@@ -129,7 +129,7 @@ def train(
         raise DraftsmithError(f"--minutes is {minutes:g}; give a positive number.")
     chosen = [*named(target, data, family, init_from, out), *overrides]
     chosen += final_rates(overrides) if starts else []
-    asked, shown = evaluation or Evaluation(), console or quiet()
+    asked, shown, kept = evaluation or Evaluation(), console or quiet(), None
 
     def check(planned: Recipe) -> None:
         check_paths(planned, None if wrapped is not None else planned.target.name)
@@ -154,7 +154,8 @@ def train(
             # Options that are not named now were chosen when the run began.
             chosen = [*named(target, data, None, init_from, out), *family_options(family), *overrides]
         recipe = kept or (start if another else {**start, DRAFTER: options_in(assets.demo_first_stage())})
-    if base is None and init_from is not None and family is None and family_of(init_from) is not None:
+    # A run that goes on keeps its own options; what it started from may be gone.
+    if base is None and kept is None and init_from is not None and family is None and family_of(init_from) is not None:
         assert isinstance(recipe, dict)
         recipe |= {DRAFTER: options_in(Path(init_from))}
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)

@@ -12,6 +12,7 @@ import os
 import shutil
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,15 +72,16 @@ def sha256(path: Path) -> str:
 def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write files into a temporary folder, seal it with a manifest, and put it in place of `folder`.
 
-    If another process is writing it, wait for that process.
+    A link stays, and the folder that it points at is replaced. If another process is writing it, wait for that process.
 
     Raises DraftsmithError if the disk is full or the place cannot be written; the old folder then stays in place.
     """
+    place = _pointed_at(folder)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(_lock(folder)):
-            _tidy(folder)
-            aside = beside(folder, ASIDE)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with locked(_lock(place)):
+            _tidy(place)
+            aside = beside(place, ASIDE)
             aside.mkdir()
             try:
                 fill(aside)
@@ -89,7 +91,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
             except BaseException:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise
-            _replace(aside, folder)
+            _replace(aside, place)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DraftsmithError(f"no space is left on the disk for {folder}; free some and run again.") from error
@@ -99,23 +101,38 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder; OSError if it cannot first be renamed, so that a kill leaves no half of it under its name."""
+    """Remove a folder, or a link to one; OSError if it cannot be renamed, so that a kill leaves no half under its name."""
     aside = beside(folder, ASIDE)
     os.rename(folder, aside)
-    shutil.rmtree(aside, ignore_errors=True)
+    _delete(aside)
 
 
 def clear_leftovers(folder: Path) -> None:
     """Finish or undo what killed writers of a folder left half done, unless a process is writing it."""
-    with locked(_lock(folder), wait=False) as held:
+    place = _pointed_at(folder)
+    with locked(_lock(place), wait=False) as held:
         if held:
-            _tidy(folder)
+            _tidy(place)
 
 
 def refuse_full(folder: Path) -> None:
     """Raise DraftsmithError if something is there already, so that no files are replaced."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DraftsmithError(f"{folder} is there already; choose a folder that is not, or remove it.")
+
+
+def _pointed_at(folder: Path) -> Path:
+    """Return the folder itself where the name is a link: what is beside that one is on the same file system."""
+    return Path(os.path.realpath(folder))
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder, as far as that can be done; of a link only the link, because others may use what it points at."""
+    if path.is_symlink():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _set_aside(folder: Path) -> Path:
@@ -132,7 +149,7 @@ def _tidy(folder: Path) -> None:
     # The exact length of the random part excludes the files of folders whose name continues after a dot.
     names = f".{glob.escape(folder.name)}.{'[0-9a-f]' * 8}{ASIDE}"
     for leftover in (_set_aside(folder), *folder.parent.glob(names)):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _delete(leftover)
 
 
 def _replace(new: Path, folder: Path) -> None:
@@ -149,7 +166,7 @@ def _replace(new: Path, folder: Path) -> None:
     finally:
         _recover(folder)
     sync_folder(folder.parent)
-    shutil.rmtree(_set_aside(folder), ignore_errors=True)
+    _delete(_set_aside(folder))
 
 
 def _recover(folder: Path) -> None:
@@ -160,7 +177,7 @@ def _recover(folder: Path) -> None:
 
 def standing(folder: Path) -> Path:
     """Return a readable path of a folder, also while it is replaced, or if that was killed between its two renames."""
-    old = _set_aside(folder)
+    old = _set_aside(_pointed_at(folder))
     return old if old.is_dir() and not folder.exists() else folder
 
 
