@@ -18,7 +18,8 @@ from tests.helpers.tiny import save_tiny_target
 from tests.helpers.tiny_tokenizers import tiny_tokenizer_of
 
 TEXT = "the quick brown fox jumps over the lazy dog. "
-FEW = ("--minutes", "0.001", "--eval-prompts", "2", "--eval-tokens", "8", "--eval-prompt-tokens", "8")
+ASKED = ("--eval-prompts", "2", "--eval-tokens", "8", "--eval-prompt-tokens", "8")
+FEW = ("--minutes", "0.001", *ASKED)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_a_model_folder_and_a_text_are_enough(place: Path, tmp_path: Path):
 def test_what_was_chosen_by_the_user_stays(place: Path, tmp_path: Path):
     own = ("stage1.steps=1", "stage2.steps=0", "stage1.batch=2", "stage1.length=24", "stage1.rate=0.01")
     result = run(
-        "--target", place / "model", "--data", place / "corpus.jsonl", "--out", tmp_path / "run", *FEW, *own
+        "--target", place / "model", "--data", place / "corpus.jsonl", "--out", tmp_path / "run", *ASKED, *own
     )
     assert result.exit_code == 0, result.output
     assert "chosen: stage1." not in result.output and "left out: 1 held out" in said(result)
@@ -119,6 +120,8 @@ def test_a_large_vocabulary_is_restricted_with_its_coverage(vocabulary: int, pla
         (["stage1=500"], ["stage1.steps=VALUE"]),
         (["stage1.stesp=5"], ["did you mean stage1.steps?"]),
         (["--minutes", "0"], ["--minutes", "positive"]),
+        (["--minutes", "5", "stage1.steps=9", "stage2.steps=0"], ["--minutes is 5", "leave out --minutes or one of"]),
+        (["--minutes", "5", "stage1={steps: 9}", "stage2.steps=9"], ["stage1.steps and stage2.steps are set"]),
         (["--out", "/proc/absent/run"], ["/proc", "output.folder"]),
         (["stage1.length=500"], ["stage1.length is 500", "128"]),
         (["--eval-tokens", "100", "--eval-prompt-tokens", "100"], ["--eval-tokens", "128"]),
@@ -147,7 +150,7 @@ def test_data_named_by_an_override_alone_are_trained_on_as_with_the_option(place
     overrides = [(form.format(place / "corpus.txt"),) for form in forms]
     for number, words in enumerate([("--data", place / "corpus.txt"), *overrides]):
         out = tmp_path / str(number)
-        result = run(*words, "--out", out, *FEW, "stage1.steps=1", "stage2.steps=1", "stage1.batch=1", "--dry-run")
+        result = run(*words, "--out", out, *ASKED, "stage1.steps=1", "stage2.steps=1", "stage1.batch=1", "--dry-run")
         assert result.exit_code == 0, result.output
         assert "from the held-out part of your data" in said(result), "and not all of them trained on"
         chosen = [line.split(":")[1] for line in result.output.splitlines() if line.startswith("chosen: ")]

@@ -212,8 +212,9 @@ def test_an_estimate_comes_with_a_dry_run_and_is_of_the_rest_when_resumed(place:
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000004" / "model.safetensors").write_bytes(b"")
     rest = said(resume=True)
-    skipped = "step-00000004/model.safetensors is damaged (its SHA-256 is not in manifest.json); the run goes on from its "
-    assert f"{run / 'checkpoints'}/{skipped}checkpoint of step 3 instead.\n" in rest
+    skipped = run / "checkpoints" / "step-00000004" / "model.safetensors"
+    why = "(its SHA-256 is not in manifest.json)"
+    assert f"{skipped} is damaged {why}; the run goes on from its checkpoint of step 3 instead.\n" in rest
     assert "resuming at step 3 of 4" in rest and "of measuring τ 1 time, " in rest and "of saving 1 time; " in rest
     assert "estimate" not in said(resume=True), "nothing is left to be done"
 
@@ -266,6 +267,12 @@ def test_time_is_shared_out_with_what_measuring_takes(tmp_path: Path):
     twice = toy.recipe(tmp_path, tmp_path, "stage1.steps=1", "stage1.batch=16", "stage1.accumulate=4")
     passes = by_time(whole, twice, PACE, 2000.0)[0]
     assert passes.value == 20 * 400 // (16 * 4) and passes.why.startswith("20 passes over the data's 400 windows")
+    # What a stage with steps of its own takes is not the other's: 300 of the 1,134 seconds, 500 of them, or all.
+    for stage, count, other, left in ((1, 600, 2, 834 / 1.25), (2, 400, 1, 634 / 0.5), (1, 9000, 2, 10)):
+        given = toy.recipe(tmp_path, tmp_path, f"stage{stage}.steps={count}", f"stage{other}.steps=1")
+        found = {choice.key: choice for choice in by_time(survey, given, PACE, 20.0, [f"stage{stage}.steps"])}
+        assert found.keys() == {f"stage{other}.steps"} and found[f"stage{other}.steps"].value == int(left)
+        assert found[f"stage{other}.steps"].why.startswith(f"what stage{stage}.steps={count} leaves of 20 minutes (")
     long = toy.recipe(tmp_path, tmp_path, "stage1.steps=900", "stage2.steps=500")
     assert {c.key: c.value for c in by_measurements(long, PACE, 20.0)} == {
         "evaluation.every": 175, "evaluation.patience": 3

@@ -57,7 +57,10 @@ def train(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(help="What a run without a recipe may take; its steps are chosen by it. 20 by default."),
+        typer.Option(
+            help="What a run without a recipe may take, 20 by default. By it stage1.steps and stage2.steps are chosen, "
+            "or the one of them that is not set; it is refused where both are."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the run: output.folder of the recipe.", rich_help_panel=OUTPUT)

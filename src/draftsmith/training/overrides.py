@@ -49,6 +49,16 @@ def _put(node: Any, keys: list[str], value: Any, override: str) -> Any:
     return {**node, keys[0]: _put(node.get(keys[0]), keys[1:], value, override)}
 
 
+def keys_in(overrides: Sequence[str]) -> list[str]:
+    """Return the keys that the overrides set; for an override of a whole section, the keys named in it."""
+    found = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section = yaml.safe_load(value)
+        found += [f"{key.strip()}.{name}" for name in section] if isinstance(section, dict) else [key.strip()]
+    return found
+
+
 def wrong_form(override: str, fields: Mapping[str, Sequence[str]]) -> str | None:
     """Return how to write an override that lacks its section or its field; None if its form is right.
 

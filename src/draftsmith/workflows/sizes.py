@@ -1,11 +1,10 @@
 """Chooses the sizes of a run that the user left open, from target, data and machine, each with a reason."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from draftsmith.drafters.registry import family_named
@@ -13,6 +12,7 @@ from draftsmith.targets import Target
 from draftsmith.training.build import build_drafter
 from draftsmith.training.data.reader import Reader
 from draftsmith.training.data.survey import Survey, survey
+from draftsmith.training.overrides import keys_in
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.training.schedule import LAST_SHARE, last_rate
 from draftsmith.training.step import TrainingStep
@@ -76,22 +76,12 @@ def choose(
     with console.status("Measuring a step …"):
         step = TrainingStep(build_drafter(recipe, target), target, recipe.optimizer, recipe.distillation)
         pace = try_out(recipe, target, step, bridge.generate, bridge.every_prompt, bridge.new_tokens)
-    choices += free(by_time(found, recipe, pace, minutes))
+    choices += by_time(found, recipe, pace, minutes, taken)
     measured = free(by_measurements(settled(choices), pace, minutes))
     # A user who sets how often to measure also decides when to stop.
     choices += measured if measured and measured[0].key == "evaluation.every" else []
     say(console, *(f"chosen: {choice.key} = {json.dumps(choice.value)}: {choice.why}" for choice in choices))
     return settled(choices), pace
-
-
-def keys_in(overrides: Sequence[str]) -> list[str]:
-    """Return the keys that the overrides set; for an override of a whole section, the keys named in it."""
-    found = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        section = yaml.safe_load(value)
-        found += [f"{key.strip()}.{name}" for name in section] if isinstance(section, dict) else [key.strip()]
-    return found
 
 
 def by_data(found: Survey, recipe: Recipe, target: Target) -> list[Choice]:
@@ -146,28 +136,40 @@ def with_batch(recipe: Recipe, batch: int) -> Recipe:
     return recipe.model_copy(update=stages)
 
 
-def by_time(found: Survey, tried: Recipe, pace: Pace, minutes: float) -> list[Choice]:
-    """Choose the steps of each stage by the minutes that remain after measuring and saving."""
-    first, second = tried.stage1.steps > 0, tried.stage2.steps > 0
-    measurements = 1 + first + second + measurements_within(pace, minutes)
+def by_time(
+    found: Survey, tried: Recipe, pace: Pace, minutes: float, taken: Collection[str] = ()
+) -> list[Choice]:
+    """Choose the steps of each stage by the minutes that remain after measuring and saving.
+
+    Args:
+        taken: the keys that are set already. A stage whose steps are among them keeps these, and the other one has what
+            they leave of the time.
+    """
+    costs = {"stage1": pace.first, "stage2": pace.second + texts_a_step(tried) * pace.text}
+    steps = {"stage1": tried.stage1.steps, "stage2": tried.stage2.steps}
+    stages = [stage for stage in costs if steps[stage]]
+    fixed = [stage for stage in stages if f"{stage}.steps" in taken]
+    measurements = 1 + len(stages) + measurements_within(pace, minutes)
     seconds = 60 * minutes - measurements * (pace.measurement + pace.save)
-    given, choices = f"of {counted(minutes, 'minute')} (--minutes)", []
-    if first:
-        share = FIRST_SHARE if second else 1.0
-        steps, why = bounded(share * seconds / pace.first), f"{share:.0%} {given}, but {FEWEST_STEPS} to {MOST_STEPS}"
-        if found.whole:
+    seconds -= sum(steps[stage] * costs[stage] for stage in fixed)
+    shares = {"stage1": FIRST_SHARE, "stage2": 1 - FIRST_SHARE} if len(stages) == 2 and not fixed else {}
+    choices = []
+    for stage in stages:
+        if stage in fixed:
+            continue
+        share = shares.get(stage, 1.0)
+        count = bounded(share * seconds / costs[stage])
+        part = f"what {fixed[0]}.steps={steps[fixed[0]]} leaves" if fixed else f"{share:.0%}"
+        writing = ", the target's writing included" if stage == "stage2" else ""
+        why = f"{part} of {counted(minutes, 'minute')} (--minutes){writing}, but {FEWEST_STEPS} to {MOST_STEPS}"
+        if stage == "stage1" and found.whole:
             windows = sum(-(-length // tried.stage1.length) for length in found.lengths)
             passes = bounded(MOST_PASSES * windows / (tried.stage1.batch * tried.stage1.accumulate))
-            if passes < steps:
-                steps = passes
+            if passes < count:
+                count = passes
                 of = counted(windows, "window")
                 why = f"{MOST_PASSES} passes over the data's {of}; more would learn them by heart"
-        choices.append(Choice("stage1.steps", steps, why))
-    if second:
-        share = 1 - FIRST_SHARE if first else 1.0
-        steps = bounded(share * seconds / (pace.second + texts_a_step(tried) * pace.text))
-        why = f"{share:.0%} {given}, the target's writing included, but {FEWEST_STEPS} to {MOST_STEPS}"
-        choices.append(Choice("stage2.steps", steps, why))
+        choices.append(Choice(f"{stage}.steps", count, why))
     return choices
 
 

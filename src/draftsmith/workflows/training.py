@@ -21,6 +21,7 @@ from draftsmith.targets.loading.place import check_place
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data.sources import Source
 from draftsmith.training.interruption import interrupted_before_a_checkpoint
+from draftsmith.training.overrides import keys_in
 from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
 from draftsmith.training.result import TrainingResult
 from draftsmith.training.run_folder import RunFolder
@@ -107,7 +108,8 @@ def train(
         family: of the drafter, optionally with options, such as "mlp:n_predict=4"; replaces the recipe's.
         init_from: start a new run from this drafter (a warm start, not a resume).
         out: folder of the run; replaces the recipe's `output.folder`.
-        minutes: time limit of a run without a recipe, 20 by default.
+        minutes: what a run without a recipe may take, 20 by default: the steps of the stages that have none are chosen
+            by it, so at least one stage must have none.
         resume: continue the run in that folder.
         dry_run: write an untrained drafter only; with `resume`, say where the run stands and what is left of it.
         evaluation: what τ is measured on.
@@ -159,6 +161,11 @@ def train(
         assert isinstance(recipe, dict)
         recipe |= {DRAFTER: options_in(Path(init_from))}
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
+    if minutes is not None and {"stage1.steps", "stage2.steps"} <= {*keys_in(chosen)}:
+        raise DraftsmithError(
+            f"--minutes is {minutes:g}, but stage1.steps and stage2.steps are set, so that none is left to choose; "
+            "leave out --minutes or one of them."
+        )
     check(settled)
 
     checkpoints = Checkpoints(Path(settled.output.folder).expanduser(), settled.output.keep)

@@ -101,7 +101,7 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder, or a link to one; OSError if it cannot be renamed, so that a kill leaves no half under its name."""
+    """Remove a folder or a link to one; OSError if it cannot first be renamed, so that a kill leaves no half there."""
     aside = beside(folder, ASIDE)
     os.rename(folder, aside)
     _delete(aside)
@@ -127,7 +127,7 @@ def _pointed_at(folder: Path) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder, as far as that can be done; of a link only the link, because others may use what it points at."""
+    """Delete a folder, as far as possible; of a link only the link, as what it points at may be of use to others."""
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
