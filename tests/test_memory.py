@@ -1,8 +1,11 @@
 """Memory that programs keep: whether pages have to be cleared anew, counted in processes of their own."""
 
+import os
 import platform
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,6 +86,46 @@ def test_the_switch_leaves_memory_to_the_c_library():
 )
 def test_the_users_own_choice_stays(environment):
     assert not keep_freed_memory(environment)
+
+
+OTHER_LIBRARY = """
+#include <stddef.h>
+#include <string.h>
+static char room[1 << 28];
+static size_t taken = 0;
+void *memalign(size_t unit, size_t size) {
+    unit = unit < 16 ? 16 : unit;
+    size_t begin = __atomic_fetch_add(&taken, size + 2 * unit, __ATOMIC_SEQ_CST) + unit;
+    char *piece = room + (begin + unit - 1) / unit * unit;
+    ((size_t *)piece)[-1] = size;
+    return piece;
+}
+void *malloc(size_t size) { return memalign(16, size); }
+void *aligned_alloc(size_t unit, size_t size) { return memalign(unit, size); }
+int posix_memalign(void **found, size_t unit, size_t size) { *found = memalign(unit, size); return 0; }
+void *calloc(size_t count, size_t size) { return malloc(count * size); }
+void *realloc(void *old, size_t size) {
+    void *piece = malloc(size);
+    size_t before = old ? ((size_t *)old)[-1] : 0;
+    if (before) memcpy(piece, old, before < size ? before : size);
+    return piece;
+}
+void free(void *piece) { (void)piece; }
+"""
+"""Gives out memory that nobody had before, in place of the C library."""
+
+
+def test_it_says_no_where_memory_comes_from_another_library(tmp_path: Path):
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "other.c").write_text(OTHER_LIBRARY)
+    other = tmp_path / "other.so"
+    subprocess.run([compiler, "-O1", "-fno-builtin", "-shared", "-fPIC", "-o", other, tmp_path / "other.c"], check=True)
+    asked = [sys.executable, "-c", "from draftsmith.memory import keep_freed_memory; print(keep_freed_memory())"]
+    for more, said in (({}, "True"), ({"LD_PRELOAD": str(other)}, "False")):
+        run = subprocess.run(asked, env={**os.environ, **more}, capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == said
 
 
 @pytest.mark.parametrize("environment", [{SWITCH: "1"}, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}], ids=str)

@@ -14,6 +14,7 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
+from draftsmith import assets
 from draftsmith.cli.app import app
 from draftsmith.cli.compare import print_table
 from draftsmith.evaluation.comparison.measurement_log import MeasurementLog
@@ -102,7 +103,28 @@ def test_two_options_of_one_family(place: Path):
     again = (place / "out" / "measurements.jsonl").read_bytes()
     assert code == 0 and again.count(b"\n") == measured.count(b"\n"), "the record that was cut short is made again"
     code, output = compare(place, *families, "--seed", "5")
-    assert code == 2 and "holds a comparison on other terms" in " ".join(output.split())
+    assert code == 2 and "holds a comparison on other terms: --seed was 0 and is 5; give" in " ".join(output.split())
+
+
+def test_other_terms_are_named_with_both_values(place: Path, tmp_path: Path):
+    here = ("--family", "ngram", "--out", str(tmp_path / "out"))
+    code, output = compare(place, *here)
+    assert code == 0, output
+    save_tiny_target(tmp_path / "other")
+    save_tiny_target(tmp_path / "target", seed=1)
+    (tmp_path / "prompts.jsonl").write_text((place / "prompts.jsonl").read_text().replace("x + 1", "x - 1"))
+    for more, told in (
+        (("--new-tokens", "9", "--text-tokens", "32"), "--text-tokens was 24 and is 32, --new-tokens was 12 and is 9"),
+        (("--dtype", "fp64"), "--dtype was 'torch.bfloat16' and is 'torch.float64'"),
+        (("--prompts", str(tmp_path / "prompts.jsonl")), "the texts are others (--data, --prompts)"),
+        (("--target", str(tmp_path / "other")), "--target was 'target' and is 'other'"),
+        (("--target", str(tmp_path / "target")), "the target 'target' has other weights"),
+        (("--drafter", f"mine={assets.demo_drafter()}"), "--drafter 'mine' was not given"),
+    ):
+        code, output = compare(place, *here, *more)
+        said = " ".join(output.split())
+        assert code == 2 and f"holds a comparison on other terms: {told}" in said, said
+        assert said.endswith("; give the same, choose another --out, or delete it.")
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,9 @@ class Target:
     ) -> "Target":
         """Load a target by hub name or folder; weights from safetensors only.
 
+        What loading freed is given back to the system once, also in a program that keeps what it frees
+        (`draftsmith.memory`): decoding and training do not need so much again.
+
         Raises:
             DraftsmithError: when the model is missing, damaged or of an unsupported kind.
         """

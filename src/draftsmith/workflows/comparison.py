@@ -22,6 +22,7 @@ from draftsmith.evaluation.reporting.result_files import ensure_folder, write_re
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
+from draftsmith.workflows.comparison_terms import differences
 from draftsmith.workflows.comparison_texts import comparison_texts
 from draftsmith.workflows.entries import Budget, entries_beside
 from draftsmith.workflows.fitting import stamp
@@ -264,7 +265,8 @@ def compare(
         )
     if kept != terms:
         raise DraftsmithError(
-            f"{budget.folder} holds a comparison on other terms; choose another --out, or delete it."
+            f"{budget.folder} holds a comparison on other terms: {differences(kept, terms)}; give the same, choose "
+            "another --out, or delete it."
         )
     about = provenance(target=loaded.name, dtype=str(loaded.dtype))
     begun = measurement_log.once("begun", lambda: about)
