@@ -1,6 +1,7 @@
 """`draftsmith train` as a stranger meets it: a model folder and a text file, mistakes, and what the run says."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,24 @@ def test_mistakes_are_answered_before_anything_is_written(
     given = ("--target", place / "model", "--data", place / "corpus.jsonl", "--out", tmp_path / "run")
     refused(run(*given, *words), *parts)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_within_its_own_data_is_refused_and_goes_on_elsewhere(place: Path, tmp_path: Path):
+    """Otherwise whoever reads the folder next, the run itself included, takes what the run wrote for text."""
+    data, inside = tmp_path / "data", tmp_path / "data" / "runs" / "mine"
+    data.mkdir()
+    shutil.copy(place / "corpus.jsonl", data)
+    words = ("--target", place / "model", "--data", data, *ASKED, "stage1.steps=1", "stage2.steps=0", "stage1.batch=1")
+    refused(run(*words, "--out", inside), f"the run's folder {inside} is within the data {data}", "(--out) outside")
+    refused(run(*words, "--out", data, "--dry-run"), f"the run's folder {data} is within the data {data}")
+    assert [path.name for path in data.iterdir()] == ["corpus.jsonl"]
+    assert run(*words, "--out", tmp_path / "mine").exit_code == 0
+    shutil.move(tmp_path / "mine", data / "mine")
+    refused(run("--resume", "--out", data / "mine", *ASKED), "is within the data", "is there already can be moved")
+    shutil.move(data / "mine", tmp_path / "moved")
+    assert run("--resume", "--out", tmp_path / "moved", *ASKED).exit_code == 0
+    assert run(*words, "--out", data / ".runs" / "mine").exit_code == 0, "which is hidden from who reads the data"
+    assert run(*words, "--out", tmp_path / "another").exit_code == 0
 
 
 @pytest.mark.parametrize("more", [(), ("--resume",)], ids=["begin", "resume"])

@@ -97,6 +97,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "train, minutes of a run that goes on": (("train", "--resume", "--minutes", "2"), "leave it out to go on"),
     "train, nothing to resume": (("train", "--resume"), "no checkpoint to resume from"),
     "train, folder": (("train", "--out", "file/run"), "cannot write"),
+    "train, folder of the system": (("train", "--out", "/proc/absent", "--dry-run"), "/proc/absent (/proc cannot be"),
     "train, threads": (("train", "--threads", "0"), "--threads is 0"),
     "doctor, result": (("doctor", "--json", "file/x.json"), "cannot be written"),
     "demo, target": (("demo", "--target", "./absent"), FOLDER),

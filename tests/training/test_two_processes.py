@@ -167,8 +167,8 @@ def test_a_run_that_another_trained_meanwhile_is_not_begun_again(tmp_path: Path,
     data, folder, build = toy.write_data(tmp_path), tmp_path / "run", TrainingRun._build
     toy.run(tmp_path / "calm", data)
 
-    def slowly(run: TrainingRun) -> None:
-        build(run)
+    def slowly(run: TrainingRun, resume: bool) -> None:
+        build(run, resume)
         shutil.copytree(tmp_path / "calm", folder, symlinks=True)
 
     monkeypatch.setattr(TrainingRun, "_build", slowly)

@@ -6,8 +6,9 @@ file of the data. `samples.jsonl` shows what is learnt, `metrics.jsonl` has one 
 the metrics.
 """
 
+import errno
 import json
-import os
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -73,16 +74,19 @@ class RunFolder:
 
     @staticmethod
     def check_place(path: Path) -> None:
-        """Refuse a place where no folder can be written, before anything is created."""
+        """Refuse a place where no folder can be written, before anything is created that stays."""
         place = path.absolute()
         while not place.exists() and not place.is_symlink():
             place = place.parent
-        if not place.is_dir():
+        try:
+            if place.is_dir():
+                # Permissions do not tell: root has all of them in /proc too. Where possible, the file has no name.
+                with tempfile.TemporaryFile(dir=place):
+                    return
             reason = f"{place} is no folder"
-        elif not os.access(place, os.W_OK | os.X_OK):
-            reason = f"{place} cannot be written"
-        else:
-            return
+        except OSError as error:
+            known = error.errno not in (errno.EACCES, errno.EPERM, errno.ENOENT)
+            reason = f"{place} cannot be written{f': {error.strerror}' if known else ''}"
         raise DraftsmithError(f"cannot write the run's folder {path} ({reason}); choose another output.folder.")
 
     def open(self, resumed_step: int | None) -> None:
