@@ -89,6 +89,21 @@ class RunFolder:
             reason = f"{place} cannot be written{f': {error.strerror}' if known else ''}"
         raise DraftsmithError(f"cannot write the run's folder {path} ({reason}); choose another output.folder.")
 
+    @staticmethod
+    def check_apart(path: Path, data: Path) -> None:
+        """Refuse a place within a folder of data: who reads these next would take what the run wrote for text.
+
+        Hidden folders are no data, so a run may be in one.
+        """
+        run, folder = path.resolve(), data.resolve()
+        if not folder.is_dir() or not run.is_relative_to(folder):
+            return
+        if not any(part.startswith(".") for part in run.relative_to(folder).parts):
+            raise DraftsmithError(
+                f"the run's folder {path} is within the data {data}, so that what the run writes would be read as "
+                "data; choose an output.folder (--out) outside of them (a run that is there already can be moved)."
+            )
+
     def open(self, resumed_step: int | None) -> None:
         """Create the folder, or open an old one; records after `resumed_step` are dropped, since they come again.
 

@@ -334,29 +334,15 @@ def key_of(override: str) -> str:
 
 def check_paths(recipe: Recipe, target: str | None) -> None:
     """Refuse missing paths, and a folder that cannot be written or is read as data, before a model is loaded."""
+    out = Path(recipe.output.folder).expanduser()
     for section in recipe.data.sources:
         Source(section, recipe.data.held_out_every, recipe.data.piece_characters)
         if section.path is not None:
-            check_apart(Path(recipe.output.folder), Path(section.path))
-    RunFolder.check_place(Path(recipe.output.folder).expanduser())
+            RunFolder.check_apart(out, Path(section.path).expanduser())
+    RunFolder.check_place(out)
     check_dtype(recipe.target.dtype)
     if target is not None:
         check_place(target)
-
-
-def check_apart(out: Path, data: Path) -> None:
-    """Refuse a run's folder within a folder of data: whatever reads these next would take what the run wrote for text.
-
-    Hidden folders are no data, so a run may be in one.
-    """
-    folder, place = (path.expanduser().resolve() for path in (out, data))
-    if not place.is_dir() or not folder.is_relative_to(place):
-        return
-    if not any(part.startswith(".") for part in folder.relative_to(place).parts):
-        raise DraftsmithError(
-            f"the run's folder {out} is within the data {data}, so that what the run writes would be read as data; "
-            "choose an output.folder (--out) outside of them (a run that is there already can be moved)."
-        )
 
 
 def reads_embedded(recipe: Recipe) -> bool:
