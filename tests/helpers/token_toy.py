@@ -9,8 +9,12 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 import draftsmith
+from draftsmith.engine import Engine
 from draftsmith.targets import Target
+from draftsmith.training.data.loader import Loader
+from draftsmith.training.data.windows import Window
 from draftsmith.training.recipe import Recipe, build_recipe
+from draftsmith.types import SamplingParams
 from draftsmith.workflows.training import Evaluation, TrainResult
 from tests.helpers.tiny import tiny_model
 from tests.helpers.tiny_tokenizers import CHAT, tiny_tokenizer_of
@@ -86,3 +90,11 @@ def save(target: Target, folder: Path, template: str | None = CHAT) -> Path:
     target.tokenizer.chat_template = template
     target.tokenizer.save_pretrained(folder)
     return folder
+
+
+def served(target: Target, prompt: Any) -> list[int]:
+    return Engine(target).generate([prompt], SamplingParams(max_tokens=1))[0].prompt_tokens
+
+
+def take(reader: Loader, count: int) -> list[Window]:
+    return [reader.next_window() for _ in range(count)]

@@ -2,6 +2,7 @@
 their input, and a way to kill a child process at a chosen moment.
 """
 
+import json
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -64,6 +66,12 @@ def evaluate(trained_model: TrainableModel) -> dict[str, float]:
 
 def run(folder: Path, data: Path, *overrides: str, resume: bool = False) -> TrainingResult:
     return train(recipe(folder, data, *overrides), target=target(), generate=generate, evaluate=evaluate, resume=resume)
+
+
+def records(folder: Path, key: str) -> list[dict[str, Any]]:
+    """Return the records of a run's metrics that have a key."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if key in record]
 
 
 def outcome(folder: Path) -> dict[str, bytes]:
