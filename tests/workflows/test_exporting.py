@@ -77,6 +77,16 @@ def test_an_eagle_drafter_gets_the_name_and_the_length_that_vllm_wants(tmp_path:
     assert result.command in told and f"the drafter in `{tmp_path.name}/drafter`" in told
 
 
+def test_an_export_through_a_link_replaces_what_it_points_at(tmp_path: Path, place: Path, target: Target):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to("disk")
+    for guesses in (3, 4):
+        draftsmith.export(saved(tmp_path, "eagle", target), place, out=tmp_path / "out", guesses=guesses)
+    settings = json.loads((tmp_path / "disk" / "speculative_config.json").read_text())
+    assert settings["model"] == str(tmp_path / "disk") and settings["num_speculative_tokens"] == 4
+    assert (tmp_path / "out").is_symlink() and {path.name for path in tmp_path.iterdir()} == {"disk", "drafter", "out"}
+
+
 def test_an_eagle_drafter_of_few_tokens_scores_all_of_them_in_vllm(tmp_path: Path, place: Path, target: Target):
     result = draftsmith.export(
         saved(tmp_path, "eagle", target, draft_vocab_size=KEPT), place, out=tmp_path / "out"

@@ -163,7 +163,7 @@ def train(
     settled = recipe if isinstance(recipe, Recipe) and not chosen else read_recipe(recipe, chosen)
     if minutes is not None and {"stage1.steps", "stage2.steps"} <= {*keys_in(chosen)}:
         raise DraftsmithError(
-            f"--minutes is {minutes:g}, but stage1.steps and stage2.steps are set, so that none is left to choose; "
+            f"--minutes is {minutes:g}, but stage1.steps and stage2.steps are set, so that no step is left to choose; "
             "leave out --minutes or one of them."
         )
     check(settled)
