@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from draftsmith.engine.steps.runner import Runner
-from draftsmith.engine.steps.step import SPAN_STEP
 from draftsmith.native.layers import PackedLinear
 from draftsmith.targets import Nodes, Target
 
@@ -40,7 +39,7 @@ def runner_step(runner: Runner, target: Target, tokens_1L: Tensor) -> Step:
         depths_1M = depths_1L[:, :nodes].contiguous()
         visible_1MM = visible_1LL[:, :nodes, :nodes].contiguous()
         cached_1 = torch.tensor([context])
-        columns_S = runner.columns(lambda: min(cache.capacity, -(-(context + nodes) // SPAN_STEP) * SPAN_STEP))
+        columns_S = runner.columns(lambda: min(cache.capacity, runner.span(context + nodes)))
         nodes_1 = Nodes(tokens_1M, cached_1, None, depths_1M, visible_1MM, columns_S=columns_S)
         begun = time.perf_counter()
         logits_1MV, _ = runner.forward(cache, nodes_1, ())

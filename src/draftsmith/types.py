@@ -24,6 +24,7 @@ UNUSED = -2
 LOSSY = "lossy (typical acceptance)"
 
 CompileLevel = Literal["off", "trace", "full"]
+Drawn = Literal["none", "some", "all"]
 Quantization = Literal["none", "int8", "int4"]
 ConstraintKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
@@ -85,6 +86,8 @@ class Context:
         first_B: the very first token of every row. No state predicted it, so `tokens_BT` never contains it. None when
             unknown.
         slots_B: the cache slot of each row, which it keeps as long as it runs; None means that row b is in slot b.
+        drawn: whether `temperature_B` is above 0 in "none", "some" or "all" of the rows, known without waiting for the
+            device; None when unknown.
     """
 
     tokens_BT: Tensor
@@ -96,6 +99,7 @@ class Context:
     seeds_B: Tensor
     first_B: Tensor | None = None
     slots_B: Tensor | None = None
+    drawn: Drawn | None = None
 
     def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> Context:
         """Return the context of the same rows after a step that committed these tokens."""

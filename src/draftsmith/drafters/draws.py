@@ -43,7 +43,14 @@ def shares_noise(plan: Plan, context: Context) -> bool:
 
 def any_drawn(context: Context) -> bool:
     """Return whether any row's tokens are drawn."""
+    if context.drawn is not None:
+        return context.drawn != "none"
     return any(context.temperature_B.tolist())  # on a CPU ten times as fast as comparing and reducing in PyTorch
+
+
+def all_drawn(context: Context) -> bool:
+    """Return whether the tokens of all rows are drawn."""
+    return bool((context.temperature_B > 0).all()) if context.drawn is None else context.drawn == "all"
 
 
 def shared_noise(plan: Plan, context: Context) -> list[Tensor]:

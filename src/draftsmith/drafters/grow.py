@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import StagewiseDrafter
-from draftsmith.drafters.draws import Draws, arriving, shares_noise, temperature_of
+from draftsmith.drafters.draws import Draws, all_drawn, arriving, shares_noise, temperature_of
 from draftsmith.drafters.static_tree import static_tree
 from draftsmith.plan import Plan
 from draftsmith.types import ROOT, UNUSED, Context, Draft, DraftsmithError, empty_draft
@@ -47,7 +47,7 @@ def grow(drafter: StagewiseDrafter, context: Context, plan: Plan) -> Draft:
     if drafter.can_sample and shares_noise(plan, context):
         if plan.is_chain:
             return _sampled(drafter, context, plan)
-        mixed = not bool((context.temperature_B > 0).all())
+        mixed = not all_drawn(context)
         rank = partial(_arriving, drafter, context, temperature_of(context, plan), mixed)
     if plan.is_chain:
         return _chain(drafter, context, plan)

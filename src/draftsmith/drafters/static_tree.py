@@ -6,16 +6,13 @@ Shapes: N nodes, W nodes of a level, F those of them that have guesses under the
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from draftsmith.drafters.tree_choices import Choices
 from draftsmith.types import ROOT
-
-KEPT = 32
-"""The most trees whose tables are kept; a run uses only a few."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def static_tree(choices: Choices, device: torch.device) -> StaticTree:
     return _tables(choices, device)
 
 
-@lru_cache(maxsize=KEPT)
+@cache  # never dropped, because recordings of steps read them where they lie; a process uses few trees
 def _tables(choices: Choices, device: torch.device) -> StaticTree:
     inner = {path[:-1] for path in choices}
     frontier: list[tuple[int, ...]] = [()]

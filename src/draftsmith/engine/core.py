@@ -31,6 +31,7 @@ from draftsmith.engine.steps.logprobs import logprobs_of
 from draftsmith.engine.steps.prefill import PromptReader
 from draftsmith.engine.steps.reread import reread
 from draftsmith.engine.steps.rows import Penalties
+from draftsmith.engine.steps.runner import Runner
 from draftsmith.engine.steps.step import PREDICTED, Stepper, lists_of, union_of_taps
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import BLOCK, Blocks, Target
@@ -62,6 +63,7 @@ class EngineCore:
         policy: decides what every row drafts.
         limits: see `Limits`.
         compile: "off", "trace" or "full", see `runner_for`.
+        runner: how the pieces of a step are run; by default what fits the target, at the level of `compile`.
     """
 
     def __init__(
@@ -71,11 +73,12 @@ class EngineCore:
         policy: Policy,
         limits: Limits,
         compile: CompileLevel = "off",
+        runner: Runner | None = None,
     ) -> None:
         self.target, self.policy, self.limits = target, policy, limits
         self.drafters = dict(drafters) if drafters else {"none": NoDrafter()}
         self._workers = workers(self.drafters.values())
-        self.runner = runner_for(target, compile)
+        self.runner = runner_for(target, compile) if runner is None else runner
         slots = self.runner.slots(limits.max_batch)
         # Drafters that write into the target's own cache need room there.
         room = DRAFT_ROOM if any(drafter.borrows_layers for drafter in self._workers) else 1

@@ -192,10 +192,15 @@ def settle_compilation(
 ) -> "Engine":
     """Return the engine for a job of `tokens` tokens, compiled if requested or if it pays; report cost and gain.
 
+    On a GPU, where recordings take the launches off Python, it never pays.
+
     Args:
         prepare: compiles every shape of the job and returns the seconds it took.
     """
-    if not engine.target.backend.compiles or choice == "off" or (choice == "auto" and tokens < FEWEST_TOKENS):
+    from draftsmith.engine.steps.replay import can_replay
+
+    leaves = tokens < FEWEST_TOKENS or can_replay(engine.target.device)
+    if not engine.target.backend.compiles or choice == "off" or (choice == "auto" and leaves):
         return engine
     before = engine.pace()
     if choice == "auto":

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.steps.commit import commit_greedily_natively, commit_greedy
 from draftsmith.engine.steps.layout import Drafting, StaticDrafting, lay_out
-from draftsmith.engine.steps.runner import DraftRows, Runner
-from draftsmith.plan import Plan
+from draftsmith.engine.steps.replay import CudaGraphs, Replayed, can_replay
+from draftsmith.engine.steps.runner import DraftRows, FixedShapes, Runner
 from draftsmith.targets import Target
 from draftsmith.targets.packing import without_prepacking
 from draftsmith.types import CompileLevel, DraftsmithError
@@ -28,14 +28,18 @@ LEVELS: tuple[CompileLevel, ...] = get_args(CompileLevel)
 def runner_for(target: Target, level: CompileLevel) -> Runner:
     """Return what runs the steps of an engine at a level: "off", or see `Compiled`.
 
-    A target that one native operator reads has nothing to compile: then every level is "off".
+    A target that one native operator reads has nothing to compile: then every level is "off". On a GPU, "off" is
+    `Replayed`.
     """
     if level not in LEVELS:
         raise DraftsmithError(f"compile is {level!r}; use one of {', '.join(LEVELS)}.")
-    return Runner(target) if level == "off" or not target.backend.compiles else Compiled(target, level)
+    if level != "off" and target.backend.compiles:
+        return Compiled(target, level)
+    device = target.device
+    return Replayed(target, lambda: CudaGraphs(device)) if can_replay(device) else Runner(target)
 
 
-class Compiled(Runner):
+class Compiled(FixedShapes):
     """Runs the pieces through torch.compile, for fixed shapes.
 
     Levels: "trace" records the model's own code once a shape and replays the tensor operations without the Python
@@ -81,18 +85,6 @@ class Compiled(Runner):
         columns_S = self.backend.columns(span)
         torch._dynamo.mark_dynamic(columns_S, 0)
         return columns_S
-
-    def bucket(self, rows: int, most: int) -> int:
-        """Return a power of two, so that few shapes occur."""
-        return min(1 << (rows - 1).bit_length(), most) if rows else 0
-
-    def width(self, plan: Plan) -> int:
-        """Return the width of context that a step of the plan produces, so that only one shape occurs."""
-        return plan.depth + 1
-
-    def slots(self, max_batch: int) -> int:
-        """Return a power of two, so that padding rows have somewhere to write."""
-        return 1 << (max_batch - 1).bit_length()
 
 
 def keep_argument_guards(entries: Sequence[Any]) -> list[bool]:

@@ -176,7 +176,8 @@ def roots_alone(context: Context) -> Layout:
 
 
 def filled(draft: Draft, plan: Plan) -> Draft:
-    """Pad a draft to the nodes and the depth of its plan; one without guesses stays empty, which is a shape too."""
+    """Pad a draft to the nodes of its plan, and to the depth they can have; one without guesses stays empty, which is a
+    shape too."""
     missing = plan.max_nodes - draft.tokens_BN.shape[1]
     if draft.depth == 0 or draft.q_BMV is not None or missing < 0:
         return draft
@@ -184,5 +185,5 @@ def filled(draft: Draft, plan: Plan) -> Draft:
         draft,
         tokens_BN=pad(draft.tokens_BN, (0, missing)),
         parents_BN=pad(draft.parents_BN, (0, missing), value=UNUSED),
-        depth=plan.depth,
+        depth=min(plan.depth, plan.max_nodes),
     )

@@ -21,7 +21,7 @@ from draftsmith.engine.steps.allowed import constrain
 from draftsmith.engine.steps.commit import count_finite, guesses_or_flag
 from draftsmith.engine.steps.layout import lay_out
 from draftsmith.engine.steps.logprobs import logprobs_of
-from draftsmith.engine.steps.rows import Penalties, Rows, is_simple, make_rows
+from draftsmith.engine.steps.rows import Penalties, Rows, guessing_temperature, is_simple, make_rows
 from draftsmith.engine.steps.step import Stepper
 from draftsmith.plan import NO_DRAFT
 from draftsmith.types import Context, empty_draft
@@ -134,10 +134,8 @@ class PromptReader:
             counts_B=counts_B,
             lengths_B=lengths_B,
             rows_B=torch.tensor([request.id for request in requests], device=device),
-            # With only one token to draw from (top-k 1), a drafter does best to guess greedily.
             temperature_B=torch.tensor(
-                [0.0 if params.top_k == 1 else params.temperature for params in (one.params for one in requests)],
-                device=device,
+                [guessing_temperature(request.params) for request in requests], device=device
             ),
             seeds_B=torch.tensor([request.seed for request in requests], device=device),
             first_B=torch.tensor([request.prompt[0] for request in requests], device=device),

@@ -8,6 +8,7 @@ Shapes: B rows (padded to a bucket in compiled mode), T context tokens, F featur
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from draftsmith.engine.policy import Choice
 from draftsmith.engine.requests.request import Request
 from draftsmith.engine.steps.allowed import Constrained
-from draftsmith.types import Context, SamplingParams
+from draftsmith.types import Context, Drawn, SamplingParams
 from draftsmith.verify import History, SamplingBatch
 
 PREDICTED = "prediction"
@@ -46,6 +47,7 @@ class Rows:
         has_logprobs: whether any row asks for log-probabilities or keeps its logits.
         depth, max_nodes: of the plan.
         constrained: the rows with a constraint, none of which is simple; None if there are none.
+        drawn: how many rows drafters guess for as for drawn ones, see `Context.drawn`.
     """
 
     requests: list[Request]
@@ -62,6 +64,7 @@ class Rows:
     depth: int = field(init=False)
     max_nodes: int = field(init=False)
     constrained: Constrained | None = field(init=False)
+    drawn: Drawn = field(init=False)
 
     def __post_init__(self) -> None:
         self.count, self.size = len(self.requests), self.context.rows_B.shape[0]
@@ -71,6 +74,8 @@ class Rows:
         self.depth, self.max_nodes = self.choice.plan.depth, self.choice.plan.max_nodes
         guides = {b: request.guide for b, request in enumerate(self.requests) if request.guide is not None}
         self.constrained = Constrained(list(guides), list(guides.values())) if guides else None
+        drawn = sum(guessing_temperature(request.params) > 0 for request in self.requests)
+        self.drawn = "none" if not drawn else "all" if drawn == self.size else "some"
 
     def under(self, choice: Choice, width: int) -> "Rows":
         """Return the same rows with another choice, their context at least `width` tokens wide."""
@@ -80,6 +85,14 @@ class Rows:
     def longest(self) -> int:
         """Most committed tokens of any row."""
         return max(request.length for request in self.requests)
+
+
+def guessing_temperature(params: SamplingParams) -> float:
+    """Return the temperature that drafters are told of.
+
+    With only one token to draw from (top-k 1), a drafter does best to guess greedily.
+    """
+    return 0.0 if params.top_k == 1 else params.temperature
 
 
 def is_simple(params: SamplingParams) -> bool:
@@ -130,9 +143,12 @@ def join_contexts(contexts: Sequence[Context], width: int = 0) -> Context:
     if len(contexts) == 1 and contexts[0].tokens_BT.shape[1] == width:
         return contexts[0]
     several = [tensors_of(context) for context in contexts]
-    if len(several) == 1:
-        return Context(**{name: widened(tensor, width) for name, tensor in several[0].items()})
-    return Context(**{name: torch.cat([widened(each[name], width) for each in several]) for name in several[0]})
+    joined: dict[str, Any] = {
+        name: torch.cat([widened(each[name], width) for each in several]) if len(several) > 1
+        else widened(tensor, width)
+        for name, tensor in several[0].items()
+    }
+    return Context(**joined)
 
 
 def widened(tensor: Tensor, width: int) -> Tensor:
@@ -142,9 +158,9 @@ def widened(tensor: Tensor, width: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros((len(tensor), width - tensor.shape[1], *tensor.shape[2:]))], dim=1)
 
 
-def tensors_of(context: Context) -> dict[str, Tensor]:
-    """Return the fields of a context, all of which the engine fills."""
-    return {field.name: getattr(context, field.name) for field in fields(Context)}
+def tensors_of(context: Context) -> dict[str, Any]:
+    """Return the tensors of a context, all of which the engine fills."""
+    return {field.name: getattr(context, field.name) for field in fields(Context) if field.name != "drawn"}
 
 
 class Penalties:

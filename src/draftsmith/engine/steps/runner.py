@@ -1,4 +1,5 @@
-"""How an engine runs the pieces of a step: as they are (here), or compiled (`draftsmith.engine.steps.compiled`)."""
+"""How an engine runs the pieces of a step: as they are (here), compiled (`draftsmith.engine.steps.compiled`), or
+recorded (`draftsmith.engine.steps.replay`)."""
 
 from collections.abc import Callable
 
@@ -21,6 +22,9 @@ from draftsmith.types import CompileLevel, Context
 Forward = Callable[[KVCache, Nodes, tuple[int, ...]], tuple[Tensor, Tensor]]
 DraftRows = Callable[[Context, Plan], Layout]
 CommitGreedily = Callable[[KVCache, Tensor, Tensor, Layout, Context], tuple[Context, Tensor, Tensor]]
+
+SPAN_STEP = 64
+"""The number of cached entries that a step looks at is a multiple of this, so that few lengths occur."""
 
 
 class Runner:
@@ -60,3 +64,24 @@ class Runner:
     def slots(self, max_batch: int) -> int:
         """Return how many slots a cache needs for so many requests."""
         return max_batch
+
+    def span(self, most: int) -> int:
+        """Return how many cached entries a step looks at that needs so many."""
+        return -(-most // SPAN_STEP) * SPAN_STEP
+
+
+class FixedShapes(Runner):
+    """Runs pieces that are made once for each of a few shapes: rows are padded, and a step's context has its plan's
+    width."""
+
+    def bucket(self, rows: int, most: int) -> int:
+        """Return a power of two, so that few shapes occur."""
+        return min(1 << (rows - 1).bit_length(), most) if rows else 0
+
+    def width(self, plan: Plan) -> int:
+        """Return the width of context that a step of the plan produces, so that only one shape occurs."""
+        return plan.depth + 1
+
+    def slots(self, max_batch: int) -> int:
+        """Return a power of two, so that padding rows have somewhere to write."""
+        return 1 << (max_batch - 1).bit_length()

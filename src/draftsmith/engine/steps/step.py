@@ -38,9 +38,6 @@ from draftsmith.verify import (
     shape_logits,
 )
 
-SPAN_STEP = 64
-"""The number of cached entries that a step looks at is a multiple of this, so that few lengths occur."""
-
 
 @dataclass
 class StepResult:
@@ -156,7 +153,7 @@ class Stepper:
 
     def _span(self, groups: Sequence[Rows], layout: Layout) -> int:
         most = max(rows.longest for rows in groups) + layout.tokens_BM.shape[1] - 1
-        return min(self.cache.capacity, -(-most // SPAN_STEP) * SPAN_STEP)
+        return min(self.cache.capacity, self._runner.span(most))
 
     def _lay_out(self, rows: Rows) -> Layout:
         plan, name = rows.choice.plan, rows.choice.drafter or self.first
@@ -165,7 +162,8 @@ class Stepper:
             self.follow(context, name if rows.depth else None)
         if not rows.depth and context.tokens_BT.shape[1] == 1:
             return self._roots(context)
-        layout = self._draft[name](self.context_for(self.drafters[name], context), plan)
+        context = replace(self.context_for(self.drafters[name], context), drawn=rows.drawn)
+        layout = self._draft[name](context, plan)
         draft = layout.draft
         if draft.tokens_BN.shape[1] > rows.max_nodes or draft.depth > rows.depth:
             raise RuntimeError(

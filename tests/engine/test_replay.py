@@ -1,0 +1,222 @@
+"""Steps that are recorded and replayed: whatever a recording overwrites, every text is its own.
+
+A GPU is not needed: a recorder that works on a CPU stands for CUDA's. It overwrites what it may, as early as it may.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.drafters.base import Drafter
+from draftsmith.drafters.heads.medusa import MedusaDrafter
+from draftsmith.drafters.heads.medusa_config import MedusaConfig
+from draftsmith.drafters.heads.mlp import MLPSpeculator
+from draftsmith.drafters.heads.mlp_config import MLPConfig
+from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
+from draftsmith.engine import Engine
+from draftsmith.engine.core import EngineCore
+from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
+from draftsmith.engine.steps.replay import Replayed, Replays, can_replay, tensors_in
+from draftsmith.plan import NO_DRAFT, Plan
+from draftsmith.targets import Target
+from draftsmith.types import SamplingParams
+from tests.helpers.tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_target
+
+R = TypeVar("R")
+
+
+class OnCPU:
+    """Records by keeping the function. A replay spoils the results of all others, which may lie where it works."""
+
+    def __init__(self) -> None:
+        self.made: list[list[Tensor]] = []
+        self.replays = 0
+
+    def record(self, function: Callable[[], R]) -> tuple[R, Callable[[], None]]:
+        made = function()
+        mine = list(tensors_in(made))
+        results_of: list[Tensor] = []  # those that are not arguments handed through
+        self.made.append(results_of)
+        is_new = True
+
+        def replay() -> None:
+            nonlocal is_new
+            self.replays += 1
+            # What a recording did when it was made must not be done twice, such as moving keys and values.
+            results = mine if is_new else list(tensors_in(function()))
+            for other in self.made:
+                if other is not results_of:
+                    spoil(other)
+            if not is_new and not results_of:
+                results_of.extend(held for held, result in zip(mine, results, strict=True) if held is not result)
+            is_new = False
+            for held, result in zip(mine, results, strict=True):
+                if held is not result:
+                    once(held.data).copy_(once(result))  # as on a device: the tensor does not know that it was changed
+
+        return made, replay
+
+
+def once(tensor: Tensor) -> Tensor:
+    """Each element of an expanded tensor once."""
+    return tensor[tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())]
+
+
+def spoil(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor._is_view() or tensor.requires_grad:
+            continue
+        tensor.data.fill_(float("nan") if tensor.is_floating_point() else 1)
+
+
+class InTurns(Policy):
+    """Every row drafts by another of the plans at every step."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._choices, self._turn = tuple(Choice(plan) for plan in plans), 0
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return self._choices
+
+    def choose(self, load: Load, rows: Sequence[RowHistory]) -> Sequence[Choice]:
+        self._turn += 1
+        return [self._choices[(b + self._turn) % len(self._choices)] for b in range(len(rows))]
+
+
+def replaying(
+    target: Target, drafter: Drafter | None, max_batch: int, policy: Policy | None = None
+) -> tuple[Engine, list[OnCPU]]:
+    recorders: list[OnCPU] = []
+
+    def recorder() -> OnCPU:
+        recorders.append(OnCPU())
+        return recorders[-1]
+
+    engine = Engine(target, drafter, max_batch=max_batch, policy=policy)
+    core = engine.core
+    engine.core = EngineCore(target, core.drafters, core.policy, core.limits, runner=Replayed(target, recorder))
+    return engine, recorders
+
+
+def heads(name: str) -> Drafter:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if name == "mlp":
+            config = MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, inner_dim=16, top_k_tokens_per_head=(3, 2, 2))
+            return MLPSpeculator(config).double().eval()
+        return MedusaDrafter(MedusaConfig(hidden_size=WIDTH, vocab_size=VOCABULARY)).double().eval()
+
+
+PLANS = [NO_DRAFT, Plan((1, 1, 1)), Plan((3, 2)), Plan((2, 2, 1), paths=3), Plan((1, 1), sampled=True),
+         Plan(choices=((0,), (0, 0), (0, 1), (1,)))]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("drafter", ["mlp", "medusa", "ngram"])
+def test_replayed_texts_are_those_of_each_step_run_anew(drafter: str, plan: Plan):
+    """Rows come and go, are drawn or greedy, change their group, and have penalties."""
+    target = tiny_target("mistral")
+    guesser = NgramDrafter(NgramConfig()) if drafter == "ngram" else heads(drafter)
+    engine, recorders = replaying(target, guesser, max_batch=3)
+    questions = prompts(6)
+    rules = [
+        SamplingParams(max_tokens=14), SamplingParams(max_tokens=9, temperature=0.9, seed=5),
+        SamplingParams(max_tokens=17, temperature=1.0, top_k=20, presence_penalty=0.5, seed=6),
+        SamplingParams(max_tokens=12, temperature=0.8, top_k=1), SamplingParams(max_tokens=11),
+        SamplingParams(max_tokens=3, temperature=1.1, seed=8),
+    ]
+    plain = Engine(target, guesser, max_batch=3)
+    for _ in range(2):
+        found, expected = engine.generate(questions, rules, plan), plain.generate(questions, rules, plan)
+        assert [one.tokens for one in found] == [one.tokens for one in expected]
+        assert [one.statistics.accepted for one in found] == [one.statistics.accepted for one in expected]
+    assert sum(recorder.replays for recorder in recorders) > 20
+
+
+@pytest.mark.parametrize("drafter", ["mlp", "medusa"])
+def test_groups_of_a_step_do_not_overwrite_each_other(drafter: str):
+    target, guesser, questions = tiny_target("llama"), heads(drafter), prompts(12)
+    rules = [SamplingParams(max_tokens=9 + b, temperature=0.9 * (b % 3 == 2), seed=b) for b in range(12)]
+    plain = Engine(target, max_batch=8)
+    engine, recorders = replaying(target, guesser, 8, InTurns([Plan((1, 1)), NO_DRAFT, Plan((2, 2)), Plan((3,))]))
+    expected = [one.tokens for one in plain.generate(questions, rules)]
+    for _ in range(2):
+        assert [one.tokens for one in engine.generate(questions, rules)] == expected
+    assert sum(recorder.replays for recorder in recorders) > 100
+
+
+def test_a_replayed_greedy_text_is_the_models_own():
+    engine, _ = replaying(tiny_target("llama"), heads("mlp"), max_batch=2)
+    for question in prompts(3):
+        [found] = engine.generate([question], SamplingParams(max_tokens=20), Plan((2, 1)))
+        assert found.tokens == greedy_reference(tiny_model("llama"), question, 20)
+
+
+def test_padded_drafts_stay_within_the_room_of_their_row():
+    """A tree of three guesses cannot be deeper than three, however deep its plan is."""
+    engine, _ = replaying(tiny_target("llama"), NgramDrafter(NgramConfig()), max_batch=1)
+    question = [1, 2, 3] * 19
+    plain = Engine(tiny_target("llama")).generate([question], SamplingParams(max_tokens=40))
+    for _ in range(2):
+        found = engine.generate([question], SamplingParams(max_tokens=40), Plan((2,) + (1,) * 15, nodes=3))
+        assert found[0].tokens == plain[0].tokens
+        assert found[0].statistics.drafted
+
+
+class Waits:
+    """Cannot record, as where a function asks the device for a number."""
+
+    def record(self, function: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture):
+    target, question = tiny_target("llama"), prompts(1)[0]
+    engine = Engine(target, heads("mlp"))
+    core = engine.core
+    engine.core = EngineCore(target, core.drafters, core.policy, core.limits, runner=Replayed(target, Waits))
+    [found] = engine.generate([question], SamplingParams(max_tokens=12), Plan((2, 1)))
+    assert found.tokens == greedy_reference(tiny_model("llama"), question, 12)
+    told = [record.message for record in caplog.records if "cannot be recorded" in record.message]
+    assert len(told) == 3, "once for each piece: drafting, forward, commitment"
+    assert told[0].endswith("operation not permitted when stream is capturing")
+
+
+def test_a_shape_is_recorded_when_it_comes_again_and_the_oldest_are_forgotten():
+    recorder = OnCPU()
+    double = Replays(lambda x: x * 2, recorder, copies=True)
+    for _ in range(3):
+        for size in range(1, 65):
+            assert double(torch.ones(size)).tolist() == [2.0] * size
+    assert len(recorder.made) == 64
+    for size in range(65, 129):  # others, once each: now none of the first is left
+        double(torch.ones(size))
+    double(torch.ones(1))
+    assert len(recorder.made) == 64
+
+
+def test_arguments_changed_in_place_are_read_again():
+    add = Replays(lambda x, y: (x + y, y), OnCPU(), copies=True)
+    x, y = torch.ones(3), torch.ones(3)
+    for _ in range(2):
+        total, _ = add(x, y)
+    assert total.tolist() == [2.0] * 3
+    x += 4
+    total, same = add(x, y)
+    assert total.tolist() == [6.0] * 3
+    assert same is y
+
+
+def test_the_variable_leaves_launches_to_python():
+    assert can_replay(torch.device("cuda"), {})
+    assert not can_replay(torch.device("cuda"), {"DRAFTSMITH_CUDA_GRAPHS": "0"})
+    assert not can_replay(torch.device("cpu"), {})
+
+
+@pytest.mark.parametrize(("needed", "looked_at"), [(256, 256), (257, 384), (385, 512), (700, 768), (769, 1024)])
+def test_spans_are_few(needed: int, looked_at: int):
+    assert Replayed(tiny_target("llama"), OnCPU).span(needed) == looked_at
