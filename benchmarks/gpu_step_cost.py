@@ -3,12 +3,14 @@
     python benchmarks/gpu_step_cost.py
 
 First batch × candidates in bf16 as `draftsmith bench` measures it. Then a Llama of 7B's sizes with random weights, and
-a random speculator of three stages: milliseconds a step for several numbers of candidates and batch sizes. Random
-weights accept nothing, so this says what a step costs, not what it brings. The floor of a plain step is the time to
-read every weight once at the bandwidth measured by summing a large tensor; lookups in the embedding are left out.
+a random speculator of three stages: milliseconds a step for several numbers of candidates and batch sizes, recorded (as
+CUDA graphs, which is the default) and with every kernel launched by Python, in turns. Random weights accept nothing, so
+this says what a step costs, not what it brings. The floor of a plain step is the time to read every weight once at the
+bandwidth measured by summing a large tensor; lookups in the embedding are left out.
 Shapes: K candidates.
 """
 
+import os
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ from draftsmith import assets
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
+from draftsmith.engine.steps.replay import SWITCH
 from draftsmith.evaluation.bench import prepare_grid, run_engine, run_grid
 from draftsmith.evaluation.grid import Grid
 from draftsmith.evaluation.prompts import embedded_prompts
@@ -42,6 +45,7 @@ from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 
 GIB = 2**30
+WAYS = {"recorded": "1", "each by Python": "0"}
 
 
 def read_bandwidth(device: torch.device, size: int = 4 * GIB, repeats: int = 20) -> float:
@@ -91,34 +95,43 @@ def step_costs(
     """Measure milliseconds a step for every plan and batch size, rounds interleaved."""
     rng = np.random.default_rng(seed)
     cells = []
+    before = os.environ.get(SWITCH)
     for batch in batches:
         length = prompt_tokens + new_tokens
-        engine = Engine(
-            target, drafter, max_batch=batch, max_length=length, share_prefixes=False, compile=level
-        )
-        for text, plan in plans.items():
-            say(f"batch {batch}, plan {text}: ready after {engine.prepare(batch, plan):.1f} s")
-        times: dict[str, list[float]] = {text: [] for text in plans}
-        split: dict[str, list[tuple[float, float, float]]] = {text: [] for text in plans}
+        engines = {}
+        for way, switch in WAYS.items():
+            os.environ[SWITCH] = switch  # read when an engine is made
+            engines[way] = Engine(
+                target, drafter, max_batch=batch, max_length=length, share_prefixes=False, compile=level
+            )
+            for text, plan in plans.items():
+                say(f"batch {batch}, plan {text}, {way}: ready after {engines[way].prepare(batch, plan):.1f} s")
+        cases = [(way, text) for way in WAYS for text in plans]
+        times: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
+        split: dict[tuple[str, str], list[tuple[float, float, float]]] = {case: [] for case in cases}
         for index in range(rounds + 1):
             prompts = make_prompts(target, None, prompt_tokens, batch, seed + index)
-            for text in rng.permutation(list(plans)).tolist():
-                run = run_engine(engine, prompts, plans[text], new_tokens)
+            for at in rng.permutation(len(cases)).tolist():
+                way, text = cases[at]
+                run = run_engine(engines[way], prompts, plans[text], new_tokens)
                 if index == 0 or run.measurement is None:
                     continue
                 total = run.measurement.statistics
                 steps = max(c.statistics.steps for c in run.measurement.completions)
-                times[text].append(1000 * total.decode_s / steps)
-                split[text].append(tuple(1000 * s / steps for s in (total.target_s, total.drafter_s, total.rest_s)))
+                times[way, text].append(1000 * total.decode_s / steps)
+                split[way, text].append(
+                    tuple(1000 * s / steps for s in (total.target_s, total.drafter_s, total.rest_s))
+                )
         plain_floor = 1000 * target_bytes(target) / bandwidth
-        for text, plan in plans.items():
-            ms = np.array(times[text])
+        for way, text in cases:
+            plan, ms = plans[text], np.array(times[way, text])
             floor = plain_floor + 1000 * drafter_bytes(drafter, plan.depth) / bandwidth
             mean = bootstrap(len(ms), lambda t, m=ms: float(m[t].mean()), seed)
-            parts = np.array(split[text]).mean(axis=0)
+            parts = np.array(split[way, text]).mean(axis=0)
             cells.append(
                 {
                     "batch": batch,
+                    "launches": way,
                     "plan": text,
                     "nodes": plan.max_nodes,
                     "step_ms": as_json(mean),
@@ -127,9 +140,13 @@ def step_costs(
                     "rest_ms": float(parts[2]),
                     "floor_ms": floor,
                     "times_the_floor": mean.value / floor,
-                    "times_the_plain_step": float(ms.mean() / np.mean(times[PLAIN])),
+                    "times_the_plain_step": float(ms.mean() / np.mean(times[way, PLAIN])),
                 }
             )
+    if before is None:
+        del os.environ[SWITCH]
+    else:
+        os.environ[SWITCH] = before
     return cells
 
 
@@ -190,10 +207,10 @@ def run() -> None:
     )
     print_table(
         f"One step, {large.name}, {args.dtype}, level {args.compile}, reading at {bandwidth / 1e9:.0f} GB/s",
-        ["batch", "plan", "nodes", "ms a step", "floor", "× floor", "× plain step"],
+        ["batch", "plan", "launches", "nodes", "ms a step", "floor", "× floor", "× plain step"],
         [
-            [str(c["batch"]), c["plan"], str(c["nodes"]), f"{c['step_ms']['value']:.3f}", f"{c['floor_ms']:.3f}",
-             f"{c['times_the_floor']:.2f}", f"{c['times_the_plain_step']:.2f}"]
+            [str(c["batch"]), c["plan"], c["launches"], str(c["nodes"]), f"{c['step_ms']['value']:.3f}",
+             f"{c['floor_ms']:.3f}", f"{c['times_the_floor']:.2f}", f"{c['times_the_plain_step']:.2f}"]
             for c in cells
         ],
     )

@@ -158,8 +158,8 @@ def test_a_replayed_greedy_text_is_the_models_own():
 
 def test_padded_drafts_stay_within_the_room_of_their_row():
     """A tree of three guesses cannot be deeper than three, however deep its plan is."""
-    engine, _ = replaying(tiny_target("llama"), NgramDrafter(NgramConfig()), max_batch=1)
-    question = [1, 2, 3] * 19
+    engine, _ = replaying(tiny_target("llama"), NgramDrafter(NgramConfig(min_length=1)), max_batch=1)
+    question = list(range(57))
     plain = Engine(tiny_target("llama")).generate([question], SamplingParams(max_tokens=40))
     for _ in range(2):
         found = engine.generate([question], SamplingParams(max_tokens=40), Plan((2,) + (1,) * 15, nodes=3))
