@@ -88,6 +88,8 @@ class Context:
         slots_B: the cache slot of each row, which it keeps as long as it runs; None means that row b is in slot b.
         drawn: whether `temperature_B` is above 0 in "none", "some" or "all" of the rows, known without waiting for the
             device; None when unknown.
+        span: no row has more committed tokens, known without waiting for the device. It takes few values, for drafters
+            that are to work on few shapes; None where that is of no use.
     """
 
     tokens_BT: Tensor
@@ -100,6 +102,7 @@ class Context:
     first_B: Tensor | None = None
     slots_B: Tensor | None = None
     drawn: Drawn | None = None
+    span: int | None = None
 
     def after(self, tokens_BT: Tensor, features_BTF: Tensor, counts_B: Tensor, lengths_B: Tensor) -> Context:
         """Return the context of the same rows after a step that committed these tokens."""

@@ -2,7 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,6 +12,9 @@ from draftsmith.types import Context, Draft, DraftsmithError, empty_draft
 
 if TYPE_CHECKING:
     from draftsmith.targets import KVCache
+
+NO_MEMORY = ()
+"""What `Drafter.ready` returns where a draft needs nothing but its context and its weights."""
 
 
 class Drafter(ABC):
@@ -103,6 +106,16 @@ class Drafter(ABC):
         nothing.
         """
         return
+
+    def ready(self, context: Context) -> Hashable | None:
+        """Do what the host has to do before a draft from this context, so that the draft works on the device alone.
+
+        Returns:
+            what the draft then reads and writes besides the context and its weights, whose memory stays where it is;
+            `NO_MEMORY` if there is nothing. None if a draft needs the host, or its shapes follow from more than the
+            plan, the context's shapes and its `span`.
+        """
+        return NO_MEMORY if self.can_compile and not self.reads_prompt and not self.borrows_layers else None
 
     def follow(self, context: Context) -> None:
         """Note committed tokens before a step in which another drafter drafts, or none, and note pieces of prompts.

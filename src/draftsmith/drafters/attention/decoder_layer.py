@@ -30,6 +30,9 @@ class Rotary:
         self.frequencies: Tensor = rotary.inv_freq.double()
         self.scale = float(rotary.attention_scaling)
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+        # Outgrown ones are kept, because recordings of drafts read them where they lie; all of them are no larger than
+        # the one in use.
+        self._outgrown: list[tuple[Tensor, Tensor]] = []
 
     def tables(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (P, W), P at least `length`; the first half of the sines is negated."""
@@ -39,6 +42,8 @@ class Rotary:
             angles_PW = positions_P1 * self.frequencies
             cos_PW = torch.cat([angles_PW.cos()] * 2, dim=1) * self.scale
             sin_PW = torch.cat([-angles_PW.sin(), angles_PW.sin()], dim=1) * self.scale
+            if held is not None:
+                self._outgrown.append(held)
             held = (cos_PW.to(device, dtype), sin_PW.to(device, dtype))
             self._tables[(dtype, device)] = held
         return held

@@ -14,7 +14,7 @@ width, V vocabulary.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -164,9 +164,21 @@ class FeatureDrafter(TrainableDrafter):
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Start with empty storage of the same slots and capacity, in the dtype that drafts of this plan read."""
+        wanted = (self.config, cache, self.embedding.weight, self._knows(plan))
+        if plan.depth and self._memory is not None and self._memory.suits(*wanted):
+            self._memory.empty()
+            return
         self._memory = None  # released first, so that there are never two
         if plan.depth:
-            self._memory = RowCache(self.config, cache, self.embedding.weight, native=self._knows(plan))
+            self._memory = RowCache(*wanted)
+
+    def ready(self, context: Context) -> Hashable | None:
+        """Note where rows are; the rest of a draft needs the device alone, if it is known how long rows may be."""
+        memory = self._memory
+        if memory is None or context.span is None or self._native is not None:
+            return None
+        memory.note_rows(context)
+        return memory
 
     def _knows(self, plan: Plan) -> bool:
         """Whether the native operator can make drafts of this plan: it makes chains."""

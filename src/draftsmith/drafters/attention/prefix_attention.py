@@ -53,8 +53,19 @@ class PrefixAttention(nn.Module):
 
     def attach(self, cache: "KVCache", weight: Tensor) -> None:
         """Start with empty storage of the same slots and capacity, for states of this tensor's dtype and device."""
+        if self._memory is not None and self._memory.suits(self.sizes, cache, weight):
+            self._memory.empty()
+            return
         self._memory = None
         self._memory = RowCache(self.sizes, cache, weight)
+
+    def ready(self, context: Context) -> RowCache | None:
+        """See `Drafter.ready`."""
+        memory = self._memory
+        if memory is None or context.span is None:
+            return None
+        memory.note_rows(context)
+        return memory
 
     def forget(self, rows: list[int]) -> None:
         """Forget rows that ended."""

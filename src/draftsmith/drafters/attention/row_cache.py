@@ -5,6 +5,8 @@ rows end. If the slots of a batch are consecutive, they are read as a slice, wit
 
 A drafter's `attach` makes a `RowCache`. Every step, whether it drafts or not, calls `lay_out` on its context, makes the
 layer's inputs from the returned `tokens_N` and `features_NF`, and passes them to `store`; `reset_rows` calls `forget`.
+Where the context says how long rows may be (`Context.span`), the host does its part in `note_rows`, and `lay_out` works
+on the device alone, on shapes that follow from the context's.
 Entry t of a row is the token at position t + 1 of its text, with the state that predicted it, because no state predicts
 the first token of a text. A drafter with several attending layers keeps a `RowCache` for each.
 
@@ -61,10 +63,9 @@ class RowCache:
     """
 
     def __init__(self, sizes: LayerSizes, like: KVCache, weight: Tensor, native: bool = False) -> None:
-        # On a CPU, whole trees of one text are drafted faster in fp32.
-        slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
-        self.dtype = torch.float32 if slow and not native else weight.dtype
+        self.dtype = RowCache.dtype_for(weight, native)
         heads, width = sizes.num_key_value_heads, sizes.head_dim
+        self.sizes = (like.slots, like.capacity)
         storage = KVCache([(heads, width, heads, width)], like.slots, like.capacity, self.dtype, weight.device)
         self.keys_RCGW, self.values_RCGW = storage.keys_NEHD[0], storage.values_NEHD[0]
         self._slot_of: dict[int, int] = {}
@@ -72,6 +73,30 @@ class RowCache:
         self._seen: tuple[Tensor, Tensor | None] | None = None
         self._rows: slice | Tensor = slice(0, 0)
         self._longest = 0
+
+    @staticmethod
+    def dtype_for(weight: Tensor, native: bool) -> torch.dtype:
+        """Return the dtype of the storage."""
+        # On a CPU, whole trees of one text are drafted faster in fp32.
+        slow = weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if slow and not native else weight.dtype
+
+    def suits(self, sizes: LayerSizes, like: KVCache, weight: Tensor, native: bool = False) -> bool:
+        """Return whether it can serve, emptied, where these arguments ask for storage.
+
+        Recordings of drafts know where it lies. A CPU has none, and there new storage costs nothing until it is used.
+        """
+        if weight.device.type == "cpu":
+            return False
+        other = RowCache.dtype_for(weight, native), weight.device, (like.slots, like.capacity)
+        held, heads = self.keys_RCGW, (sizes.num_key_value_heads, sizes.head_dim)
+        return other == (self.dtype, held.device, self.sizes) and held.shape[2:] == heads
+
+    def empty(self) -> None:
+        """Forget all rows, those of an engine that was dropped halfway included."""
+        self.keys_RCGW.zero_()
+        self.values_RCGW.zero_()
+        self._slot_of, self._seen, self._longest = {}, None, 0
 
     def forget(self, rows: list[int]) -> None:
         """Forget rows that ended, and clear their memory: NaN left there would reach later rows through a mask."""
@@ -116,8 +141,35 @@ class RowCache:
         self._longest = max(self._longest, 1, int((starts_B + context.counts_B).max()))
         return starts_B
 
+    def note_rows(self, context: Context) -> None:
+        """Do the host's part of `lay_out` for a context with a span."""
+        assert context.span is not None
+        self._note(context.rows_B, context.slots_B)
+        self._longest = max(self._longest, min(context.span, self.sizes[1]))
+
+    def _lay_out_all(self, context: Context, span: int) -> NewTokens:
+        """Determine the place of every column of the context; columns behind a row's root repeat the root."""
+        tokens_BT, device = context.tokens_BT, context.tokens_BT.device
+        batch, width = tokens_BT.shape
+        slots_B = torch.arange(batch, device=device) if context.slots_B is None else context.slots_B
+        # The lengths of padding rows mean nothing.
+        starts_B = (context.lengths_B - 1 - context.counts_B).masked_fill(context.rows_B < 0, 0)
+        root_B1 = (context.counts_B - 1).unsqueeze(1)
+        column_BT = torch.minimum(torch.arange(width, device=device), root_B1)
+        first_B1 = torch.arange(batch, device=device).unsqueeze(1) * width
+        index_N = (first_B1 + column_BT).flatten()
+        last_B1 = starts_B.unsqueeze(1) + root_B1
+        return NewTokens(
+            tokens_BT.flatten()[index_N], context.features_BTF.flatten(0, 1)[index_N],
+            slots_B.repeat_interleave(width), slots_B, (starts_B.unsqueeze(1) + column_BT).flatten(),
+            (first_B1 + root_B1).flatten(), last_B1, span,
+            (torch.arange(span, device=device) <= last_B1).unsqueeze(1),
+        )
+
     def lay_out(self, context: Context) -> NewTokens:
         """Determine the place of every token that the context adds."""
+        if context.span is not None:
+            return self._lay_out_all(context, min(context.span, self.sizes[1]))
         self._note(context.rows_B, context.slots_B)
         # n committed tokens give n - 1 entries, because no state predicted the first token of a text.
         if self._padded:
@@ -156,7 +208,8 @@ class RowCache:
         slots, places = new.slots, new.places
         q_NHW, k_NGW, v_NGW = attention.turn(heads, cos_PW[places].unsqueeze(1), sin_PW[places].unsqueeze(1))
         self.keys_RCGW[slots, places], self.values_RCGW[slots, places] = k_NGW, v_NGW
-        return q_NHW, self.keys_RCGW[new.rows, : new.span], self.values_RCGW[new.rows, : new.span]
+        keys_RSGW, values_RSGW = self.keys_RCGW[:, : new.span], self.values_RCGW[:, : new.span]
+        return q_NHW, keys_RSGW[new.rows], values_RSGW[new.rows]
 
 
 def attached(memory: RowCache | None) -> RowCache:

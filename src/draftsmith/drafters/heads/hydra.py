@@ -19,7 +19,7 @@ behind `prefix_embeding_layer.` (so spelled). Its sizes are the target's; ours a
 Shapes: B rows, R rows of any origin, F width of the target's states, W drafted vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +155,10 @@ class HydraPrefixDrafter(HydraDrafter):
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Start with an empty memory."""
         self.prefix.attach(cache, self.embedding.weight)
+
+    def ready(self, context: Context) -> Hashable | None:
+        """Note where rows are; the rest of a draft needs the device alone."""
+        return None if self._native is not None else self.prefix.ready(context)
 
     def reset_rows(self, rows: list[int]) -> None:
         """Forget rows that ended."""

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.engine.steps.layout import StaticDrafting
+from draftsmith.engine.steps.layout import Layout, StaticDrafting
 from draftsmith.engine.steps.runner import DraftRows, FixedShapes
+from draftsmith.plan import Plan
 from draftsmith.targets import Target
+from draftsmith.types import Context
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +88,21 @@ class Replayed(FixedShapes):
         self.commit_greedily = Replays(self.commit_greedily, recorders(), copies=True)
 
     def drafting(self, drafter: Drafter) -> DraftRows:
-        """Record a drafter with the layout of its drafts if it only works on the device; pad the drafts of others."""
+        """Record a drafter with the layout of its drafts where it works on the device alone; pad all drafts."""
         draft = StaticDrafting(drafter, self.lay_out).run
-        if not drafter.can_compile or drafter.reads_prompt:
-            return draft
-        return Replays(draft, self._recorders(), copies=True)
+        recorded = Replays(lambda context, plan, memory: draft(context, plan), self._recorders(), copies=True)
+
+        def run(context: Context, plan: Plan) -> Layout:
+            memory = drafter.ready(context)
+            # Another memory is another recording, and the recording keeps it where it is.
+            layout: Layout = draft(context, plan) if memory is None else recorded(context, plan, memory)
+            return layout
+
+        return run
+
+    def drafted_span(self, longest: int) -> int | None:
+        """Return a span of few values."""
+        return self.span(longest)
 
     def span(self, most: int) -> int:
         """Return a power of two, or one and a half of it: few recordings, and few entries looked at in vain."""

@@ -24,6 +24,9 @@ PREDICTED = "prediction"
 # Values of padding rows; all other fields are 0.
 FILL = {"counts_B": 1, "lengths_B": 1, "rows_B": -1}
 
+FROM_HOST = ("drawn", "span")
+"""The fields of a context that are no tensors; they are set for each draft anew."""
+
 
 @dataclass
 class Rows:
@@ -160,7 +163,7 @@ def widened(tensor: Tensor, width: int) -> Tensor:
 
 def tensors_of(context: Context) -> dict[str, Any]:
     """Return the tensors of a context, all of which the engine fills."""
-    return {field.name: getattr(context, field.name) for field in fields(Context) if field.name != "drawn"}
+    return {field.name: getattr(context, field.name) for field in fields(Context) if field.name not in FROM_HOST}
 
 
 class Penalties:

@@ -69,6 +69,10 @@ class Runner:
         """Return how many cached entries a step looks at that needs so many."""
         return -(-most // SPAN_STEP) * SPAN_STEP
 
+    def drafted_span(self, longest: int) -> int | None:
+        """Return `Context.span` for rows of at most so many tokens."""
+        return None
+
 
 class FixedShapes(Runner):
     """Runs pieces that are made once for each of a few shapes: rows are padded, and a step's context has its plan's

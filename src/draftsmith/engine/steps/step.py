@@ -162,7 +162,8 @@ class Stepper:
             self.follow(context, name if rows.depth else None)
         if not rows.depth and context.tokens_BT.shape[1] == 1:
             return self._roots(context)
-        context = replace(self.context_for(self.drafters[name], context), drawn=rows.drawn)
+        span = self._runner.drafted_span(rows.longest)
+        context = replace(self.context_for(self.drafters[name], context), drawn=rows.drawn, span=span)
         layout = self._draft[name](context, plan)
         draft = layout.draft
         if draft.tokens_BN.shape[1] > rows.max_nodes or draft.depth > rows.depth:
