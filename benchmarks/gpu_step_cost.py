@@ -36,11 +36,11 @@ from draftsmith import assets
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Engine
-from draftsmith.engine.steps.replay import SWITCH
 from draftsmith.evaluation.bench import prepare_grid, run_engine, run_grid
 from draftsmith.evaluation.grid import Grid
 from draftsmith.evaluation.prompts import embedded_prompts
 from draftsmith.plan import Plan
+from draftsmith.replays import SWITCH
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
 

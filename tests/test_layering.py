@@ -10,7 +10,7 @@ from draftsmith.drafters.registry import BUILT_IN
 SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
-    ("memory", "types"),
+    ("memory", "replays", "types"),
     ("constraints", "files", "system", "user_cache"),
     ("assets", "dtypes", "native", "plan", "processor", "provenance"),
     ("targets", "verify", "grammar_process"),

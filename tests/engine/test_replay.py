@@ -1,14 +1,13 @@
 """Steps that are recorded and replayed: whatever a recording overwrites, every text is its own.
 
-A GPU is not needed: a recorder that works on a CPU stands for CUDA's. It overwrites what it may, as early as it may.
+A GPU is not needed: a recorder that works on a CPU stands for CUDA's.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from draftsmith.drafters.attention.eagle import Eagle
 from draftsmith.drafters.attention.eagle3 import Eagle3
@@ -25,57 +24,12 @@ from draftsmith.drafters.trainable.drafter import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.core import EngineCore
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
-from draftsmith.engine.steps.replay import Replayed, Replays, can_replay, tensors_in
+from draftsmith.engine.steps.replay import Replayed
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
+from tests.helpers.recorder import OnCPU
 from tests.helpers.tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_target
-
-R = TypeVar("R")
-
-
-class OnCPU:
-    """Records by keeping the function. A replay spoils the results of all others, which may lie where it works."""
-
-    def __init__(self) -> None:
-        self.made: list[list[Tensor]] = []
-        self.replays = 0
-
-    def record(self, function: Callable[[], R]) -> tuple[R, Callable[[], None]]:
-        made = function()
-        mine = list(tensors_in(made))
-        results_of: list[Tensor] = []  # those that are not arguments handed through
-        self.made.append(results_of)
-        is_new = True
-
-        def replay() -> None:
-            nonlocal is_new
-            self.replays += 1
-            # What a recording did when it was made must not be done twice, such as moving keys and values.
-            results = mine if is_new else list(tensors_in(function()))
-            for other in self.made:
-                if other is not results_of:
-                    spoil(other)
-            if not is_new and not results_of:
-                results_of.extend(held for held, result in zip(mine, results, strict=True) if held is not result)
-            is_new = False
-            for held, result in zip(mine, results, strict=True):
-                if held is not result:
-                    once(held.data).copy_(once(result))  # as on a device: the tensor does not know that it was changed
-
-        return made, replay
-
-
-def once(tensor: Tensor) -> Tensor:
-    """Each element of an expanded tensor once."""
-    return tensor[tuple(slice(1) if step == 0 else slice(None) for step in tensor.stride())]
-
-
-def spoil(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        if tensor._is_view() or tensor.requires_grad:
-            continue
-        tensor.data.fill_(float("nan") if tensor.is_floating_point() else 1)
 
 
 class InTurns(Policy):
@@ -209,39 +163,3 @@ def test_what_cannot_be_recorded_runs_as_it_is(caplog: pytest.LogCaptureFixture)
     told = [record.message for record in caplog.records if "cannot be recorded" in record.message]
     assert len(told) == 3, "once for each piece: drafting, forward, commitment"
     assert told[0].endswith("operation not permitted when stream is capturing")
-
-
-def test_a_shape_is_recorded_when_it_comes_again_and_the_oldest_are_forgotten():
-    recorder = OnCPU()
-    double = Replays(lambda x: x * 2, recorder, copies=True)
-    for _ in range(3):
-        for size in range(1, 65):
-            assert double(torch.ones(size)).tolist() == [2.0] * size
-    assert len(recorder.made) == 64
-    for size in range(65, 129):  # others, once each: now none of the first is left
-        double(torch.ones(size))
-    double(torch.ones(1))
-    assert len(recorder.made) == 64
-
-
-def test_arguments_changed_in_place_are_read_again():
-    add = Replays(lambda x, y: (x + y, y), OnCPU(), copies=True)
-    x, y = torch.ones(3), torch.ones(3)
-    for _ in range(2):
-        total, _ = add(x, y)
-    assert total.tolist() == [2.0] * 3
-    x += 4
-    total, same = add(x, y)
-    assert total.tolist() == [6.0] * 3
-    assert same is y
-
-
-def test_the_variable_leaves_launches_to_python():
-    assert can_replay(torch.device("cuda"), {})
-    assert not can_replay(torch.device("cuda"), {"DRAFTSMITH_CUDA_GRAPHS": "0"})
-    assert not can_replay(torch.device("cpu"), {})
-
-
-@pytest.mark.parametrize(("needed", "looked_at"), [(256, 256), (257, 384), (385, 512), (700, 768), (769, 1024)])
-def test_spans_are_few(needed: int, looked_at: int):
-    assert Replayed(tiny_target("llama"), OnCPU).span(needed) == looked_at

@@ -197,7 +197,7 @@ def settle_compilation(
     Args:
         prepare: compiles every shape of the job and returns the seconds it took.
     """
-    from draftsmith.engine.steps.replay import can_replay
+    from draftsmith.replays import can_replay
 
     leaves = tokens < FEWEST_TOKENS or can_replay(engine.target.device)
     if not engine.target.backend.compiles or choice == "off" or (choice == "auto" and leaves):

@@ -18,6 +18,7 @@ from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from tests.helpers.contract import FEW, check_drafter, check_joint_distribution
+from tests.helpers.recorder import OnCPU
 from tests.helpers.tiny import (
     VOCABULARY,
     greedy_reference,
@@ -277,3 +278,21 @@ def test_a_folder_of_a_language_model_loads_as_a_draft_model(tmp_path: Path):
 def test_wrong_words_are_refused(word: str, complaint: str):
     with pytest.raises(DraftsmithError, match=complaint):
         load_drafter(word, tiny_target())
+
+
+def test_recorded_forwards_read_the_same():
+    """As on a GPU: committed tokens and guesses in turns, with several paths read a few at a time."""
+    target, recorder = tiny_target("llama"), OnCPU()
+    plain, recorded = (
+        PathReader(target, target.new_cache(3, 26), chunk=8, recorder=one) for one in (None, recorder)
+    )
+    held = [0, 0, 0]
+    for turn in range(8):
+        fresh = [[(7 * turn + 5 * b + t) % VOCABULARY for t in range(1 + (turn + b) % 3)] for b in range(3)]
+        ends = [before + len(tokens) for before, tokens in zip(held, fresh, strict=True)]
+        paths_BFD = torch.arange(3 * 40 * 2).view(3, 40, 2) % VOCABULARY if turn % 2 else torch.full((3, 1, 1), turn)
+        read = [(one.read(held, fresh), one.read_paths(ends, paths_BFD)[0]) for one in (plain, recorded)]
+        for expected, found in zip(*read, strict=True):
+            torch.testing.assert_close(found, expected)
+        held = ends
+    assert recorder.replays > 5

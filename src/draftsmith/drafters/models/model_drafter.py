@@ -167,7 +167,8 @@ class DraftModel(ModelDrafter):
         sizes = (cache.slots, self._limit + ROOM)
         if self._cache is None or (self._cache.slots, self._cache.capacity) != sizes:
             self._cache = self.model.new_cache(*sizes)
-        self._reader = PathReader(self.model, self._cache)
+        if self._reader is None or self._reader.cache is not self._cache:
+            self._reader = PathReader(self.model, self._cache)
         self._texts, self._guesses, self._too_long, self._order, self._ahead_BD = {}, {}, set(), [], None
 
     def reset_rows(self, rows: list[int]) -> None:

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftsmith.replays import CudaGraphs, Recorder, Replays, can_replay, few_spans
 from draftsmith.targets import KVCache, Nodes, Target
 
 ROOM = 256
 """Cache entries needed behind the longest text, for the paths of a forward."""
 SCRATCH = -1
 """The row number that marks padding."""
+RECORDED = 16
+"""Forwards of up to so many tokens a row are recorded on a GPU: guesses, and what a step committed."""
 
 
 class PathReader:
@@ -22,10 +25,26 @@ class PathReader:
     Args:
         cache: of the model's own shapes, or one whose first layers are the model's.
         chunk: the most tokens per row in one forward, at most `ROOM`.
+        recorder: records short forwards; by default one for the model's device, if it is a GPU.
     """
 
-    def __init__(self, model: Target, cache: KVCache, chunk: int = ROOM) -> None:
+    def __init__(
+        self, model: Target, cache: KVCache, chunk: int = ROOM, recorder: Recorder | None = None
+    ) -> None:
         self.model, self.cache, self.chunk = model, cache, chunk
+        if recorder is None and can_replay(model.device):
+            recorder = CudaGraphs(model.device)
+        self._recorded = None if recorder is None else Replays(model.forward, recorder, copies=True)
+
+    def _forward(self, nodes: Nodes, longest: int, keep_logits: Tensor | None) -> Tensor:
+        """Return the logits of a forward behind at most `longest` tokens of a row."""
+        count = nodes.tokens_BM.shape[1]
+        recorded = self._recorded if count <= RECORDED else None
+        span = longest + count if recorded is None else min(few_spans(longest + count), self.cache.capacity)
+        nodes.columns_S = self.model.backend.columns(lambda: span)
+        logits_BUV: Tensor
+        logits_BUV, _ = (recorded or self.model.forward)(self.cache, nodes, (), keep_logits)
+        return logits_BUV
 
     def read(self, held: Sequence[int], fresh: Sequence[Sequence[int]], slots_B: Tensor | None = None) -> Tensor:
         """Read `fresh[b]`, at least one token, behind the first `held[b]` tokens of row b.
@@ -61,9 +80,8 @@ class PathReader:
                 slots = slots_B[going]
             counts_B = None if min(sizes) == size else torch.tensor(sizes, device=device)
             ends_B1 = torch.tensor([[count - 1] for count in sizes], device=device)
-            logits_B1V, _ = self.model.read_chain(
-                self.cache, tokens_BM, torch.tensor(before, device=device), (), slots, ends_B1, max(before), counts_B
-            )
+            nodes = Nodes(tokens_BM, torch.tensor(before, device=device), slots, counts_B=counts_B)
+            logits_B1V = self._forward(nodes, max(before), ends_B1)
             last |= {b: logits_B1V[i, 0] for i, b in enumerate(going)}
         return torch.stack([last[b] for b in rows])
 
@@ -106,9 +124,6 @@ class PathReader:
             slots_B,
             depths_M.to(device).expand(batch, -1),
             visible_MM.to(device).expand(batch, -1, -1),
-            columns_S=self.model.backend.columns(lambda: max(held) + nodes),
         )
-        logits_BUV, _ = self.model.forward(
-            self.cache, tree, (), None if len(columns) == nodes else torch.tensor(columns, device=device)
-        )
-        return logits_BUV
+        every = len(columns) == nodes
+        return self._forward(tree, max(held), None if every else torch.tensor(columns, device=device))

@@ -44,7 +44,8 @@ class SelfDrafter(ModelDrafter):
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:
         """Read and write the target's own cache."""
-        self._reader = PathReader(self.model, cache)
+        if self._reader is None or self._reader.cache is not cache:
+            self._reader = PathReader(self.model, cache)
 
     def take_in(self, context: Context) -> tuple[list[int], list[list[int]]]:
         """Find all but the root in the cache; padding rows overwrite whatever they hold."""

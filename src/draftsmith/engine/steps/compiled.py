@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine.steps.commit import commit_greedily_natively, commit_greedy
 from draftsmith.engine.steps.layout import Drafting, StaticDrafting, lay_out
-from draftsmith.engine.steps.replay import CudaGraphs, Replayed, can_replay
+from draftsmith.engine.steps.replay import Replayed
 from draftsmith.engine.steps.runner import DraftRows, FixedShapes, Runner
+from draftsmith.replays import CudaGraphs, can_replay
 from draftsmith.targets import Target
 from draftsmith.targets.packing import without_prepacking
 from draftsmith.types import CompileLevel, DraftsmithError
