@@ -22,7 +22,7 @@ R = TypeVar("R")
 SWITCH = "DRAFTSMITH_CUDA_GRAPHS"
 """The environment variable that leaves all launches to Python if it is 0."""
 MOST_SHAPES = 64
-"""Recordings that a function keeps, those used last. Each takes some megabytes for its list of kernels."""
+"""Recordings that a function keeps, those used last. Each holds memory on the device for its arguments and results."""
 LEAST_SPAN = 256
 
 

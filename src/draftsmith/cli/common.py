@@ -42,7 +42,7 @@ CompileOption = Annotated[
     CompileChoice,
     typer.Option(
         help="How much of the step PyTorch compiles: trace takes seconds, full a minute or so a shape, kept on disk; "
-        "auto takes full when the job is long enough to win that back. Native code needs none of it.",
+        "auto takes full when the job is long enough to win that back. Native code and a GPU need none of it.",
         rich_help_panel=SPEED,
     ),
 ]
