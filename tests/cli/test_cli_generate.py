@@ -167,3 +167,11 @@ def test_several_greedy_texts_are_said_to_be_the_same(target: Path):
     words = ("Hi", "--target", target, "--no-draft", "--n", "3", *FEW)
     assert "At temperature 0 all 3 texts are the same" in " ".join(run(*words).stderr.split())
     assert "are the same" not in run(*words, "--temperature", "1").stderr
+
+
+def test_draft_rows_bounds_the_plan_beside_it(target: Path):
+    words = ("Hi", "--target", target, "--drafter", "early-exit", "--plan", "1", "--draft-rows", "2", "--stats", *FEW)
+    few, many = run(*words, "--n", "2"), run(*words, "--n", "3")
+    assert few.exit_code == many.exit_code == 0
+    assert "0 / 0" not in few.stderr and "0 / 0" in many.stderr
+    assert "a chain of 1" in few.stderr

@@ -51,6 +51,12 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("generate", "a", "--no-draft", "--acceptance", "typical", "--temperature", "1"), "leave out --acceptance, or"
     ),
     "generate, measuring for a given plan": (("generate", "a", "--remeasure", "--plan", "2"), "and --plan says it"),
+    "generate, a plan without a drafter": (
+        ("generate", "a", "--target", "my-model", "--plan", "2,1"), "--plan is about drafts, but"
+    ),
+    "generate, rows without a plan": (("generate", "a", "--draft-rows", "2"), "add --plan"),
+    "generate, a drafter as target": (("generate", "a", "--target", "speculator"), "is a drafter of the family mlp"),
+    "serve, a plan without a drafter": (("serve", "--target", "my-model", "--plan", "2,1"), "--plan is about drafts"),
     "generate, measuring for no drafts": (("generate", "a", "--remeasure", "--no-draft"), "leave out --remeasure, or"),
     "serve, measuring for a given plan": (("serve", "--remeasure", "--plan", "2"), "and --plan says it"),
     "bench, measuring for a given plan": (("bench", "--remeasure", "--candidates", "1"), "but the plan is given"),
@@ -140,6 +146,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
     (place / "file").touch()
     (place / "recipe.yaml").write_text("stage1: {stepz: 3}\n")
     (place / "my-model").symlink_to(assets.demo_target())
+    (place / "speculator").symlink_to(assets.demo_drafter())
     (place / "unknown").mkdir()
     (place / "unknown" / "config.json").write_text(json.dumps({"model_type": "odd"}))
     before = sorted(place.rglob("*"))

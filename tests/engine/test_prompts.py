@@ -173,7 +173,7 @@ def test_what_is_no_list_of_prompts_is_one_sentence(prompts: Any, part: str):
 
 @pytest.mark.parametrize("prompt", ["a text", MESSAGES])
 def test_a_target_without_tokenizer_says_so(prompt: Any):
-    with pytest.raises(DraftsmithError, match="no tokenizer; .* tokenizer.json .* token ids from Python"):
+    with pytest.raises(DraftsmithError, match="no tokenizer, which .* tokenizer.json .* token ids from Python"):
         Engine(tiny_target()).generate([prompt], ONE)
 
 

@@ -10,7 +10,7 @@ from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.workflows.models import Loading, quiet
 from draftsmith.workflows.serving import DraftRules, Sizes, make_engine, named, root_of, serve
-from tests.helpers.tiny import save_tiny_target
+from tests.helpers.tiny import CONTEXT, save_tiny_target
 
 FP32 = Loading(dtype="fp32")
 
@@ -56,3 +56,9 @@ def test_what_drafts_where_a_request_does_not_say(folder: Path, rules: DraftRule
 def test_an_address_that_cannot_be_used_is_told_before_anything_is_loaded():
     with pytest.raises(DraftsmithError, match=r"203\.0\.113\.1:80 cannot be listened at"):
         serve("./absent", host="203.0.113.1", port=80)
+
+
+def test_a_length_beyond_the_context_is_refused(folder: Path):
+    told = f"--max-length is {CONTEXT + 1}, but the context of .* is {CONTEXT} tokens"
+    with pytest.raises(DraftsmithError, match=told):
+        make_engine(folder, [], True, DraftRules(), Sizes(2, CONTEXT + 1), FP32, quiet())

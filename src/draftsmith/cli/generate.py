@@ -11,7 +11,6 @@ from rich.console import Console
 
 from draftsmith.cli.common import (
     OUTPUT,
-    SPEED,
     CompileOption,
     DeviceOption,
     DrafterOption,
@@ -127,7 +126,9 @@ def generate(
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.", rich_help_panel=DRAFTS)] = False,
     draft_rows: Annotated[
         int | None,
-        typer.Option(help="With --n: draft only while at most so many continuations run.", rich_help_panel=SPEED),
+        typer.Option(
+            help="With --plan and --n: draft only while at most so many continuations run.", rich_help_panel=DRAFTS
+        ),
     ] = None,
     compile: CompileOption = "auto",
     native: NativeOption = True,
@@ -151,20 +152,21 @@ def generate(
         raise DraftsmithError(f"--system is {system!r}, but only a chat has a system message; add --chat.")
     if prediction is not None and no_draft:
         raise DraftsmithError("--prediction is drafted, and --no-draft decodes plainly; leave one of them out.")
-    if no_draft:
-        drafting = {
-            "--plan": plan, "--drafter": drafter, "--candidates": candidates, "--sampled": sampled or None,
-            "--beam": beam, "--nodes": nodes, "--confidence": confidence, "--epsilon": epsilon, "--delta": delta,
-            "--acceptance": None if acceptance == "exact" else acceptance, "--draft-rows": draft_rows,
-            "--remeasure": remeasure or None,
-        }
-        asked_for = [name for name, value in drafting.items() if value is not None]
-        if asked_for:
-            raise DraftsmithError(f"--no-draft drafts nothing; leave out {' and '.join(asked_for)}, or --no-draft.")
-    given = {"--plan": plan, "--draft-rows": draft_rows}
-    told = next((name for name, value in given.items() if value is not None), None)
-    if remeasure and told is not None:
-        raise DraftsmithError(f"--remeasure finds out which drafts pay, and {told} says it; leave one of them out.")
+    drafting = {
+        "--plan": plan, "--drafter": drafter, "--candidates": candidates, "--sampled": sampled or None,
+        "--beam": beam, "--nodes": nodes, "--confidence": confidence, "--epsilon": epsilon, "--delta": delta,
+        "--acceptance": None if acceptance == "exact" else acceptance, "--draft-rows": draft_rows,
+        "--remeasure": remeasure or None,
+    }
+    asked_for = " and ".join(name for name, value in drafting.items() if value is not None)
+    if no_draft and asked_for:
+        raise DraftsmithError(f"--no-draft drafts nothing; leave out {asked_for}, or --no-draft.")
+    if target is not None and drafter is None and prediction is None and asked_for:
+        raise DraftsmithError(f"{asked_for} is about drafts, but {target} has no drafter; add --drafter.")
+    if draft_rows is not None and plan is None:
+        raise DraftsmithError("--draft-rows bounds a plan of your own; add --plan, or leave it out.")
+    if remeasure and plan is not None:
+        raise DraftsmithError("--remeasure finds out which drafts pay, and --plan says it; leave one of them out.")
     text = read_prompt(prompt, prompt_file)
     asked = as_messages(text, system) if chat else text
     rules = read_rules(acceptance, epsilon, delta, sampled, beam, nodes, temperature, confidence)
@@ -210,7 +212,6 @@ def generate(
         native=native,
         quantize=quantize,
         max_batch=max(1, min(n, 8)),
-        draft_rows=draft_rows,
         draft=not no_draft,
     )
     if chat:
@@ -222,7 +223,13 @@ def generate(
     engine = settle_compilation(
         notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
     )
-    if shape is None and plan is None and draft_rows is None:
+    if draft_rows is not None:
+        from draftsmith.engine import OffAbove
+
+        bounded = engine.plan if shape is None else shape
+        engine, shape = engine.under(OffAbove(bounded, draft_rows)), None
+        engine.plan = bounded
+    if shape is None and plan is None:
         from draftsmith.workflows.fitting import fit_drafts
 
         engine = fit_drafts(engine, drafter, notes, says_kept=stats, anew=remeasure)

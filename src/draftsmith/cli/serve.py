@@ -113,6 +113,10 @@ def serve(
     if remeasure and (no_draft or plan is not None):
         told = "--no-draft" if no_draft else "--plan"
         raise DraftsmithError(f"--remeasure finds out which drafts pay, and {told} says it; leave one of them out.")
+    drafts = {"--plan": plan, "--draft-rows": draft_rows, "--remeasure": remeasure or None}
+    told = " and ".join(name for name, value in drafts.items() if value is not None)
+    if target is not None and not drafter and not no_draft and told:
+        raise DraftsmithError(f"{told} is about drafts, but {target} has no drafter; add --drafter.")
     if draft_rows is not None and plan is None:
         raise DraftsmithError("--draft-rows bounds a plan of your own; add --plan, or leave it out.")
     settings = Settings(

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from draftsmith.drafters.registry import find, meant
+from draftsmith.drafters.registry import find, meant, recognised
 from draftsmith.drafters.trainable import storage
 from draftsmith.dtypes import check_device, check_dtype
 from draftsmith.targets.loading.place import check_place
@@ -28,9 +28,27 @@ def check_models(
     check_device(device)
     if target is not None:
         check_place(str(target))
+        refuse_drafter(Path(target).expanduser())
     for drafter in drafters:
         if drafter is not None:
             meant(drafter)
+
+
+def refuse_drafter(folder: Path) -> None:
+    """Raise DraftsmithError for a target that is the folder of a drafter, unless that is a language model itself."""
+    if not folder.is_dir():
+        return
+    try:
+        config = storage.read_config(folder)
+    except DraftsmithError:
+        return  # loading it will say what is wrong
+    family = recognised(config)
+    names = [str(name) for name in config.get("architectures") or ()]
+    if family is not None and family.trainable and not any(name.endswith("ForCausalLM") for name in names):
+        raise DraftsmithError(
+            f"the target {folder} is a drafter of the family {family.name}; give it as --drafter, and the model that "
+            "it was trained for as --target."
+        )
 
 
 def require_trained(drafter: Path) -> None:

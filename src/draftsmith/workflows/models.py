@@ -157,7 +157,6 @@ def load_engine(
     quantize: Quantization = "none",
     max_batch: int = 8,
     max_length: int | None = None,
-    draft_rows: int | None = None,
     draft: bool = True,
     share_prefixes: bool = True,
 ) -> "Engine":
@@ -182,8 +181,7 @@ def load_engine(
         if note_for_user is not None:
             console.print(f"[dim]{note_for_user} that ship with Draftsmith.[/dim]")
     return Engine(
-        loaded, guesser, max_batch=max_batch, max_length=max_length, draft_rows=draft_rows,
-        share_prefixes=share_prefixes,
+        loaded, guesser, max_batch=max_batch, max_length=max_length, share_prefixes=share_prefixes,
     )
 
 

@@ -18,6 +18,7 @@ from draftsmith.serving.service import Service
 from draftsmith.serving.settings import Settings
 from draftsmith.serving.starting import answering
 from draftsmith.targets import Target
+from draftsmith.types import DraftsmithError
 from draftsmith.workflows.fitting import fit_drafts, shape_in_words
 from draftsmith.workflows.models import Loading, load_target, name_of, open_drafter, quiet
 
@@ -108,6 +109,11 @@ def make_engine(
 ) -> tuple[Engine, dict[str, Drafter]]:
     """Load everything; return the server's engine, and its drafters by name."""
     loaded = load_target(target, loading or Loading(), console)
+    if sizes.max_length is not None and sizes.max_length > loaded.max_length:
+        raise DraftsmithError(
+            f"--max-length is {sizes.max_length}, but the context of {loaded.name} is {loaded.max_length} tokens; use "
+            "at most that."
+        )
     given: list[str | Path] = list(drafters)
     if draft and not given and target is None:
         given = [embedded()]

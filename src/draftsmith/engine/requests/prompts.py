@@ -47,9 +47,9 @@ def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
             does not have.
     """
     if isinstance(prompt, str):
-        given: list[Any] = _read_text(prompt, number, _tokenizer(target, number, "text"))
+        given: list[Any] = _read_text(prompt, number, _tokenizer(target, "text"))
     elif isinstance(prompt, Conversation):
-        given = _read_messages(prompt, number, _tokenizer(target, number, "a conversation"), target.name)
+        given = _read_messages(prompt, number, _tokenizer(target, "a conversation"), target.name)
     elif isinstance(prompt, Mapping):
         given = _read_encoding(prompt, number)
     elif isinstance(prompt, (np.ndarray, Tensor)):
@@ -57,7 +57,7 @@ def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
     elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
         given = list(prompt)
         if given and isinstance(given[0], Mapping):
-            tokenizer = _tokenizer(target, number, "a list of messages")
+            tokenizer = _tokenizer(target, "a list of messages")
             given = _read_messages(Conversation(given), number, tokenizer, target.name)
     else:
         raise DraftsmithError(f"prompt {number} is of type {type(prompt).__name__}; give {_KINDS}.")
@@ -73,10 +73,10 @@ def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
     return tokens
 
 
-def _tokenizer(target: Target, number: int, kind: str) -> PreTrainedTokenizerBase:
+def _tokenizer(target: Target, kind: str) -> PreTrainedTokenizerBase:
     if target.tokenizer is None:
         raise DraftsmithError(
-            f"prompt {number} is {kind}, but {target.name} has no tokenizer; put its tokenizer.json into its folder, "
+            f"{target.name} has no tokenizer, which {kind} as a prompt needs; put its tokenizer.json into its folder, "
             "or give token ids from Python."
         )
     return target.tokenizer
