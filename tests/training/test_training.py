@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,45 @@ def test_texts_of_another_targets_run_are_refused(tmp_path: Path, vocabulary: in
         GeneratedText.of(path, section, 1, vocabulary=vocabulary, context=context)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "one"}\n', r"line 1, has the fields text instead of token ids as a run writes them; give the gener"),
+        ("[1]\n", r"line 1, has a list instead of token ids .*, or name a file of texts in data\.sources"),
+        ("plain words\n", "is not what a run writes; give the generated.jsonl of a run, or name a file of"),
+        ('{"sequences": [[1, 2]], "prompts": [1]}\n{"sequences": ["a"], "prompts": [1]}\n', "line 2, has the fields s"),
+        ('{"sequences": [[1, 2]]}\n', "was written by an earlier version; give that of a new run"),
+        ("", "is not what a run writes"),
+    ],
+)  # fmt: skip
+def test_texts_that_no_run_wrote_are_refused_for_what_they_are(tmp_path: Path, data: Path, content: str, words: str):
+    path = tmp_path / "texts.jsonl"
+    path.write_text(content)
+    with pytest.raises(DraftsmithError, match=words) as raised:
+        toy.run(tmp_path / "run", data, f"stage2.texts={path}")
+    assert ("earlier" in str(raised.value)) == ("earlier" in words)
+
+
+def test_a_folder_named_for_texts_is_refused_with_the_file_in_it(tmp_path: Path, data: Path):
+    folder = toy.run(tmp_path / "one", data).folder
+    with pytest.raises(DraftsmithError, match=rf"{folder} is a folder; give {folder}/generated\.jsonl"):
+        toy.run(tmp_path / "two", data, f"stage2.texts={folder}")
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_that_every_document_is_held_out_is_refused(tmp_path: Path, count: int):
+    data = toy.write_data(tmp_path, count)
+    with pytest.raises(DraftsmithError, match=r"recipe key data\.held_out_every cannot be used: 1 would .*; use 0 to"):
+        toy.run(tmp_path / "run", data, "data.held_out_every=1")
+
+
+def test_more_drafted_tokens_than_the_target_has_are_refused_by_their_key(tmp_path: Path, data: Path):
+    size = toy.target().vocab_size
+    words = rf"recipe key drafter\.draft_vocab_size is 2048, more than the target's {size} tokens \(toy\); use 0 to"
+    with pytest.raises(DraftsmithError, match=words):
+        toy.run(tmp_path / "run", data, "drafter.draft_vocab_size=2048")
+
+
 def test_a_run_refuses_texts_that_its_target_cannot_read(tmp_path: Path, data: Path):
     written = tmp_path / "generated.jsonl"
     record = {"sequences": [[toy.target().vocab_size, *range(15)]] * 4, "prompts": [6] * 4}
@@ -476,6 +516,10 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(tmp_path: Path, dat
         toy.run(folder, data)
     with pytest.raises(DraftsmithError, match=r"stage1\.rate is 0\.5, but the run in .* has 0\.01; go on with"):
         toy.run(folder, data, "stage1.rate=0.5", resume=True)
+    sources = [{"path": str(data)}, {"path": str(shutil.copy(data, tmp_path / "b.jsonl")), "weight": 2}]
+    with pytest.raises(DraftsmithError, match=r"data\.sources is /.*, /.*b\.jsonl with weight 2, but") as raised:
+        toy.run(folder, data, f"data.sources={json.dumps(sources)}", resume=True)
+    assert "[" not in str(raised.value) and f"has {data};" in str(raised.value), "names, not Python"
     other = toy.recipe(folder, data).model_dump() | {"drafter": {"family": "eagle"}}
     with pytest.raises(DraftsmithError, match=r"drafter\.family is 'eagle', but the run in .* has 'mlp'; go on with"):
         train(build_recipe(other), target=toy.target(), generate=toy.generate, evaluate=toy.evaluate, resume=True)

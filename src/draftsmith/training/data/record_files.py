@@ -37,9 +37,8 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
         DraftsmithError: the path is a file that is not text, or a table without a column of texts.
     """
     if not path.is_dir():
-        if not path.name.endswith((*JSON_LINES, ".parquet")):
-            with _named_if_unreadable(path):
-                check_width(path)
+        with _named_if_unreadable(path):
+            check_width(path)
         if _is_binary(path):
             raise DraftsmithError(
                 f"{path} is no text; give text in UTF-8, {', '.join([*JSON_LINES, *TABLES])} or .parquet, or unpack it."
