@@ -5,6 +5,7 @@ Bytes of another encoding are never replaced by marks: nobody writes these, so a
 
 import codecs
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,18 +28,20 @@ class NotUtf8(DraftsmithError):
 
 def read_text(path: Path) -> str:
     """Return the text of a file; NotUtf8 names the first place that is of another encoding, OSError as usual."""
-    check_width(path)
+    content = path.read_bytes()  # once, since a pipe gives them only once
+    check_width(path, BytesIO(content))
     try:
-        return path.read_text(encoding=ENCODING)
+        text = content.decode(ENCODING)
     except UnicodeDecodeError as error:
-        raise not_utf8(path) from error
+        raise not_utf8(path, BytesIO(content)) from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def check_width(path: Path, opened: BinaryIO | None = None) -> None:
     """Refuse a file whose beginning is that of a text in UTF-16 or UTF-32.
 
     Args:
-        opened: its bytes, where they have to be unpacked; they are read on from there.
+        opened: its bytes from the beginning, where they are not those on the disk.
 
     Raises:
         NotUtf8: it is such a text; the message says how to convert it.
@@ -59,7 +62,7 @@ def not_utf8(path: Path, opened: BinaryIO | None = None) -> NotUtf8:
     """Return the error for a file that is not UTF-8, with the first line that is not.
 
     Args:
-        opened: its bytes from the beginning, where they have to be unpacked.
+        opened: see `check_width`.
     """
     if opened is None:
         with path.open("rb") as handle:

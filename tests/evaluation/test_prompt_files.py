@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_prompts_for_a_load_test_are_utf_8_too(tmp_path: Path, name: str):
         load_prompts(tmp_path / name)
     (tmp_path / name).write_text(line, encoding="utf-8-sig")
     assert load_prompts(tmp_path / name)[0].text == ("one café" if name == "p.jsonl" else line)
+
+
+def test_prompts_may_come_through_a_pipe():
+    reading, writing = os.pipe()
+    os.write(writing, b"one\r\ntwo")
+    os.close(writing)
+    try:
+        assert load_prompts(Path(f"/dev/fd/{reading}"))[0].text == "one\ntwo"
+    finally:
+        os.close(reading)
 
 
 def test_a_folder_and_a_parquet_file_give_prompts(tmp_path: Path):

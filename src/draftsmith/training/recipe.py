@@ -86,8 +86,8 @@ def check_vocabulary(recipe: Recipe, tokens: int, target: str) -> None:
     size = recipe.drafter.config.draft_vocab_size
     if size > tokens:
         raise DraftsmithError(
-            f"recipe key drafter.draft_vocab_size is {size}, more than the target's {tokens} tokens ({target}); use 0 to "
-            "score all of them, or a smaller number."
+            f"recipe key drafter.draft_vocab_size is {size}, more than the target's {tokens} tokens ({target}); use 0 "
+            "to score all of them, or a smaller number."
         )
 
 
