@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
     ("memory", "replays", "types"),
-    ("constraints", "files", "system", "user_cache"),
+    ("constraints", "files", "system", "text_files", "user_cache"),
     ("assets", "dtypes", "native", "plan", "processor", "provenance"),
     ("targets", "verify", "grammar_process"),
     ("drafters",),

@@ -104,6 +104,13 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "train, nothing to resume": (("train", "--resume"), "no checkpoint to resume from"),
     "train, folder": (("train", "--out", "file/run"), "cannot write"),
     "train, folder of the system": (("train", "--out", "/proc/absent", "--dry-run"), "/proc/absent (/proc cannot be"),
+    "train, all held out": (("train", "data.held_out_every=1"), "data.held_out_every cannot be used: 1 would hold out"),
+    "train, texts to learn from": (("train", "stage2.texts=recipe.yaml"), "not what a run writes; give the generated"),
+    "train, drafted tokens": (
+        ("train", "--target", "my-model", "drafter.draft_vocab_size=99999"), "drafter.draft_vocab_size is 99999, more"
+    ),
+    "train, another encoding": (("train", "--target", "my-model", "--data", "wide.jsonl"), "is UTF-16 instead"),
+    "train, columns": (("train", "--target", "my-model", "--data", "table.csv"), "write ',' between them"),
     "train, threads": (("train", "--threads", "0"), "--threads is 0"),
     "doctor, result": (("doctor", "--json", "file/x.json"), "cannot be written"),
     "demo, target": (("demo", "--target", "./absent"), FOLDER),
@@ -145,6 +152,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
     (place / "empty").mkdir()
     (place / "file").touch()
     (place / "recipe.yaml").write_text("stage1: {stepz: 3}\n")
+    (place / "wide.jsonl").write_text('{"text": "a"}', encoding="utf-16")
+    (place / "table.csv").write_text("text;source")
     (place / "my-model").symlink_to(assets.demo_target())
     (place / "speculator").symlink_to(assets.demo_drafter())
     (place / "unknown").mkdir()

@@ -213,6 +213,16 @@ def test_a_part_of_the_data_is_measured_on_where_no_prompts_are_given(place: Pat
     assert parts == [3, 1, 2]
 
 
+def test_texts_that_are_too_short_are_counted_once_and_no_recipe_is_named(place: Path):
+    (place / "short.jsonl").write_text("".join(json.dumps({"text": f"one {i}"}) + "\n" for i in range(9)))
+    more = ("--family", "mlp:inner_dim=16", "--data", str(place / "short.jsonl"), "--out", str(place / "short"))
+    code, output = compare(place, *more)
+    told = " ".join(output.split())
+    parts = [json.loads(line) for line in (place / "short" / "parts" / "training.jsonl").read_text().splitlines()]
+    assert code == 2 and f"({len(parts)}: shorter than 64 tokens)" in told and 4 < len(parts) < 9
+    assert "give texts of at least 64 tokens with --data" in told and "stage2" not in told
+
+
 def test_a_comparison_of_another_format_is_refused(place: Path):
     folder = place / "old"
     folder.mkdir()

@@ -135,7 +135,7 @@ def test_own_prompts_come_from_jsonl_or_text(tmp_path: Path):
         ("p.jsonl", b'{"text": "one"}\n{"txt": 1}\n', "line 2 of"),
         ("p.jsonl", b"[1]\n", "line 1 of"),
         ("p.txt", b"  \n", "holds no text"),
-        ("p.txt", b"\xff\xfe\xff", "not UTF-8"),
+        ("p.txt", b"\xff\xff", "not UTF-8"),
     ],
 )
 def test_broken_prompt_files_are_named(tmp_path: Path, name: str, content: bytes, message: str):

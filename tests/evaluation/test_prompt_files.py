@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ def found(path: Path, task: str | None = None) -> list[tuple[str, str, bool]]:
         ("p.jsonl", LINES.encode()), ("p.ndjson", LINES.encode()),
         ("p.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)),
         ("p.jsonl.xz", lzma.compress(LINES.encode())), ("p.json", json.dumps(RECORDS).encode()),
+        ("p.jsonl", b"\xef\xbb\xbf" + LINES.encode()), ("p.json", LINES.encode()),
+        ("p.json", json.dumps({"data": RECORDS, "version": 1}).encode()),
     ],
 )
 def test_every_form_of_training_data_gives_the_same_prompts(tmp_path: Path, name: str, content: bytes):
@@ -51,6 +54,29 @@ def test_every_form_of_training_data_gives_the_same_prompts(tmp_path: Path, name
         assert gather_prompts(path) == load_prompts(path)
 
 
+@pytest.mark.parametrize("name", ["p.jsonl", "p.txt"])
+def test_prompts_for_a_load_test_are_utf_8_too(tmp_path: Path, name: str):
+    line = '{"text": "one café"}\n'
+    (tmp_path / name).write_bytes(line.encode("latin-1"))
+    with pytest.raises(DraftsmithError, match=rf"{name}, line 1, is not UTF-8 text \(byte 0xe9\); convert the file"):
+        load_prompts(tmp_path / name)
+    (tmp_path / name).write_text(line, encoding="utf-16")
+    with pytest.raises(DraftsmithError, match=rf"{name} is UTF-16 instead of UTF-8; convert it"):
+        load_prompts(tmp_path / name)
+    (tmp_path / name).write_text(line, encoding="utf-8-sig")
+    assert load_prompts(tmp_path / name)[0].text == ("one café" if name == "p.jsonl" else line)
+
+
+def test_prompts_may_come_through_a_pipe():
+    reading, writing = os.pipe()
+    os.write(writing, b"one\r\ntwo")
+    os.close(writing)
+    try:
+        assert load_prompts(Path(f"/dev/fd/{reading}"))[0].text == "one\ntwo"
+    finally:
+        os.close(reading)
+
+
 def test_a_folder_and_a_parquet_file_give_prompts(tmp_path: Path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist([{"text": "four", "task": "prose"}]), tmp_path / "c.parquet")
@@ -59,8 +85,8 @@ def test_a_folder_and_a_parquet_file_give_prompts(tmp_path: Path):
     (tmp_path / ".hidden.txt").write_text("secret")
     (tmp_path / "d.txt").write_bytes("café".encode("latin-1"))
     assert found(tmp_path) == [
-        ("text", "x = 1", False), ("text", "two", False), ("prose", "four", False), ("text", "caf\ufffd", False)
-    ], "and one file of another encoding does not spoil a folder, as in training"
+        ("text", "x = 1", False), ("text", "two", False), ("prose", "four", False)
+    ], "and a text of another encoding is left out of a folder, as in training"
 
 
 @pytest.mark.parametrize(
@@ -69,10 +95,13 @@ def test_a_folder_and_a_parquet_file_give_prompts(tmp_path: Path):
         ("p.jsonl", b'{"text": "one"}\n{"txt": 1}\n', r"p\.jsonl, line 2, has neither a string field .* with a user's"),
         ("p.jsonl", b'{"messages": [{"role": "assistant", "content": "x"}]}', r"line 1, has neither a string field"),
         ("p.jsonl", b"[1]\n", r"p\.jsonl, line 1, is no JSON object; fix or remove"),
-        ("p.jsonl", b'{"text": "\xff"}\n', r"p\.jsonl is not UTF-8 text \('utf-8' codec .*\); convert it"),
+        ("p.jsonl", b'{"text": "\xff"}\n', r"p\.jsonl, line 1, is not UTF-8 text \(byte 0xff\); convert the file"),
         ("p.json", b'[{"text": "one"}, {"txt": 1}]', r"p\.json, record 2, has neither a string field"),
         ("p.txt", b"  \n", r"p\.txt holds no text; give one with at least one prompt"),
-        ("p.txt", b"\xff\xfe\xff", r"p\.txt is not UTF-8 text; convert it"),
+        ("p.txt", b"one\ncaf\xe9", r"p\.txt, line 2, is not UTF-8 text \(byte 0xe9\); convert the file, .* -f LATIN1"),
+        ("p.txt", "one".encode("utf-16"), r"p\.txt is UTF-16 instead of UTF-8; convert it, .* iconv -f UTF-16"),
+        ("p.jsonl", b'{"text": 5}\n', r"p\.jsonl, line 1, has neither a string field `text`"),
+        ("p.json", b'{"name": "one"}', r"p\.json holds an object with the fields name, not records; give a list of"),
         ("p.bin", b"a\0b", r"p\.bin is no text; give text in UTF-8, \.jsonl"),
         ("p.jsonl.gz", gzip.compress(LINES.encode() * 99, mtime=0)[:-20], r"p\.jsonl\.gz is cut short or broken"),
         (

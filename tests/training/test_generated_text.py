@@ -111,6 +111,31 @@ def test_texts_of_another_targets_run_are_refused(tmp_path: Path, vocabulary: in
         GeneratedText.of(path, section, 1, vocabulary=vocabulary, context=context)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"text": "one"}\n', r"line 1, has the fields text instead of token ids as a run writes them; give the gener"),
+        ("[1]\n", r"line 1, has a list instead of token ids .*, or name a file of texts in data\.sources"),
+        ("plain words\n", "is not what a run writes; give the generated.jsonl of a run, or name a file of"),
+        ('{"sequences": [[1, 2]], "prompts": [1]}\n{"sequences": ["a"], "prompts": [1]}\n', "line 2, has the fields s"),
+        ('{"sequences": [[1, 2]]}\n', "was written by an earlier version; give that of a new run"),
+        ("", "is not what a run writes"),
+    ],
+)  # fmt: skip
+def test_texts_that_no_run_wrote_are_refused_for_what_they_are(tmp_path: Path, data: Path, content: str, words: str):
+    path = tmp_path / "texts.jsonl"
+    path.write_text(content)
+    with pytest.raises(DraftsmithError, match=words) as raised:
+        toy.run(tmp_path / "run", data, f"stage2.texts={path}")
+    assert ("earlier" in str(raised.value)) == ("earlier" in words)
+
+
+def test_a_folder_named_for_texts_is_refused_with_the_file_in_it(tmp_path: Path, data: Path):
+    folder = toy.run(tmp_path / "one", data).folder
+    with pytest.raises(DraftsmithError, match=rf"{folder} is a folder; give {folder}/generated\.jsonl"):
+        toy.run(tmp_path / "two", data, f"stage2.texts={folder}")
+
+
 def test_a_run_refuses_texts_that_its_target_cannot_read(tmp_path: Path, data: Path):
     written = tmp_path / "generated.jsonl"
     record = {"sequences": [[toy.target().vocab_size, *range(15)]] * 4, "prompts": [6] * 4}

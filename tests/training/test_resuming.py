@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,10 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(tmp_path: Path, dat
         toy.run(folder, data)
     with pytest.raises(DraftsmithError, match=r"stage1\.rate is 0\.5, but the run in .* has 0\.01; go on with"):
         toy.run(folder, data, "stage1.rate=0.5", resume=True)
+    sources = [{"path": str(data)}, {"path": str(shutil.copy(data, tmp_path / "b.jsonl")), "weight": 2}]
+    with pytest.raises(DraftsmithError, match=r"data\.sources is /.*, /.*b\.jsonl with weight 2, but") as raised:
+        toy.run(folder, data, f"data.sources={json.dumps(sources)}", resume=True)
+    assert "[" not in str(raised.value) and f"has {data};" in str(raised.value), "names, not Python"
     other = toy.recipe(folder, data).model_dump() | {"drafter": {"family": "eagle"}}
     with pytest.raises(DraftsmithError, match=r"drafter\.family is 'eagle', but the run in .* has 'mlp'; go on with"):
         train(build_recipe(other), target=toy.target(), generate=toy.generate, evaluate=toy.evaluate, resume=True)

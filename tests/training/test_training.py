@@ -96,3 +96,17 @@ def test_evaluation_without_tau_is_refused(tmp_path: Path, data: Path):
             toy.recipe(tmp_path / "run", data), target=toy.target(), generate=toy.generate,
             evaluate=lambda _: {"loss": 1.0},
         )
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_that_every_document_is_held_out_is_refused(tmp_path: Path, count: int):
+    data = toy.write_data(tmp_path, count)
+    with pytest.raises(DraftsmithError, match=r"recipe key data\.held_out_every cannot be used: 1 would .*; use 0 to"):
+        toy.run(tmp_path / "run", data, "data.held_out_every=1")
+
+
+def test_more_drafted_tokens_than_the_target_has_are_refused_by_their_key(tmp_path: Path, data: Path):
+    size = toy.target().vocab_size
+    words = rf"recipe key drafter\.draft_vocab_size is 2048, more than the target's {size} tokens \(toy\); use 0 to"
+    with pytest.raises(DraftsmithError, match=words):
+        toy.run(tmp_path / "run", data, "drafter.draft_vocab_size=2048")

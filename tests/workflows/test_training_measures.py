@@ -144,6 +144,24 @@ def test_a_run_says_and_keeps_both_measures_by_source(place: Path, tmp_path: Pat
     assert trained_on and not trained_on & {prompt.text for prompt in load_prompts(result.prompts)}
 
 
+def test_that_a_run_cannot_go_on_is_said_before_its_target_is_loaded(place: Path, tmp_path: Path):
+    model, data = tmp_path / "model", tmp_path / "a.jsonl"
+    shutil.copytree(place / "model", model)
+    shutil.copy(place / "code.jsonl", data)
+    recipe = {"stage1": {"steps": 1}, "stage2": {"steps": 0}, "target": {"dtype": "fp32"}}
+    words = {"target": model, "evaluation": Evaluation(prompts_a_task=2, new_tokens=8, prompt_tokens=8)}
+    train(recipe, *SMALL, data=data, out=tmp_path / "run", **words)
+    (model / "model.safetensors").write_bytes(b"")  # no load can succeed
+    with pytest.raises(DraftsmithError, match=rf"data\.sources is {place}/prose\.jsonl, but .* has {data}; go on with"):
+        train(recipe, *SMALL, data=place / "prose.jsonl", out=tmp_path / "run", resume=True, **words)
+    with data.open("a") as lines:
+        lines.write('{"text": "more"}\n')
+    with pytest.raises(DraftsmithError, match=r"a\.jsonl has changed since the run in"):
+        train(recipe, *SMALL, data=data, out=tmp_path / "run", resume=True, **words)
+    with pytest.raises(DraftsmithError, match=r"recipe key drafter\.draft_vocab_size is 2048, more than .*/model\)"):
+        train(recipe, *SMALL, "drafter.draft_vocab_size=2048", data=data, out=tmp_path / "new", **words)
+
+
 def test_a_family_is_named_again_to_go_on_without_the_options_chosen_at_the_start(place: Path, tmp_path: Path):
     """Such as the drafted vocabulary, which is chosen for a large one."""
     words = {"target": place / "model", "data": place / "code.jsonl", "out": tmp_path / "run", "family": "mlp"}

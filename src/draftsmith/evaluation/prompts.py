@@ -10,6 +10,7 @@ from draftsmith import assets
 from draftsmith.files import replace_text
 from draftsmith.targets.records import Completion, read_record
 from draftsmith.targets.token_ids import ASSISTANT, Conversation, opening_ids, prompt_ids, text_ids
+from draftsmith.text_files import ENCODING, check_width, not_utf8, read_text
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -49,14 +50,11 @@ def load_prompts(path: Path) -> list[Prompt]:
     A record may also hold only a `prompt`. The last answer of a conversation or completion is left to the target.
     """
     try:
-        if path.suffix in (".jsonl", ".ndjson"):
-            prompts = read_jsonl(path)
-        else:
-            prompts = [Prompt("text", "", path.read_text(encoding="utf-8"))]
+        prompts = read_jsonl(path) if path.suffix in (".jsonl", ".ndjson") else [Prompt("text", "", read_text(path))]
     except OSError as error:
         raise DraftsmithError(f"the prompt file {path} cannot be read ({error.strerror}); check the path.") from error
     except UnicodeDecodeError as error:
-        raise DraftsmithError(f"the prompt file {path} is not UTF-8 text; convert it, or give another file.") from error
+        raise not_utf8(path) from error
     return _with_text(prompts, path)
 
 
@@ -97,8 +95,9 @@ def _with_text(prompts: Sequence[Prompt], path: Path) -> list[Prompt]:
 
 def read_jsonl(path: Path) -> list[Prompt]:
     """Read one prompt a line; DraftsmithError names the line that is not one."""
+    check_width(path)
     prompts = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding=ENCODING) as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

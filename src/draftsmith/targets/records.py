@@ -1,11 +1,13 @@
 """The kinds of records in a data set: a text, a conversation, or a prompt with its completion."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from draftsmith.targets.token_ids import ASSISTANT, Conversation, Message
+from draftsmith.text_files import excerpt, names_in_words
 from draftsmith.types import DraftsmithError
 
 FIELDS = ("text", "messages", "conversations", "prompt")
@@ -28,6 +30,33 @@ class Completion:
 Document = str | Conversation | Completion
 
 
+class NotText(DraftsmithError):
+    """A record has something else where a text belongs; `reason` names its kind, by which such records are counted."""
+
+    def __init__(self, where: str, field: str, value: Any) -> None:
+        kind = kind_of(value)
+        self.reason = f"with {kind} instead of a text"
+        super().__init__(
+            f"{where} has {kind} as `{field}` ({excerpt(repr(value))}) instead of a text; put it in quotes, or remove "
+            "the record."
+        )
+
+
+def kind_of(value: Any) -> str:
+    """Return what a value of JSON is, in words."""
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, Mapping):
+        return "an object"
+    if value is None:
+        return "null"
+    return "a list" if isinstance(value, Sequence) else f"a value of type {type(value).__name__}"
+
+
 def read_record(record: Mapping[str, Any], where: str) -> Document:
     """Return what a record holds; fields that exist but are empty count as an empty text.
 
@@ -35,6 +64,7 @@ def read_record(record: Mapping[str, Any], where: str) -> Document:
     to the chat template.
 
     Raises:
+        NotText: the record has a number, say, where a text belongs.
         DraftsmithError: the record has none of the known fields, or a message without role or content.
     """
     text = record.get("text")
@@ -52,9 +82,18 @@ def read_record(record: Mapping[str, Any], where: str) -> Document:
     if not known or (known == ["prompt"] and "completion" not in record):
         raise DraftsmithError(
             f"{where} has neither `text` nor `messages`, `conversations` or `prompt` and `completion` (it has "
-            f"{', '.join(record) or 'nothing'}); name one of its fields so."
+            f"{names_in_words(list(record)) if record else 'nothing'}); name one of its fields so."
         )
+    for name in ("text", *(("prompt", "completion") if "prompt" in known else ())):
+        value = record.get(name)
+        if not (_is_missing(value) or isinstance(value, str) or (name != "text" and isinstance(value, list))):
+            raise NotText(where, name, value)
     return ""
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether nothing is in a field; in tables, missing values are often read as NaN."""
+    return value is None or value in ([], {}) or (isinstance(value, float) and math.isnan(value))
 
 
 def _turns(said: str | list[Any], role: str) -> list[Any]:
@@ -66,7 +105,9 @@ def _turns(said: str | list[Any], role: str) -> list[Any]:
 
 def _conversation(turns: Any, record: Mapping[str, Any], where: str) -> Conversation:
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise DraftsmithError(f"{where} has messages that are no list but {turns!r}; give a list of messages.")
+        raise DraftsmithError(
+            f"{where} has messages that are no list but {excerpt(repr(turns))}; give a list of messages."
+        )
     messages = [_message(turn, where) for turn in turns]
     system = record.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":

@@ -14,7 +14,7 @@ from draftsmith.training.data.loader import Loader, Windowing, noise
 from draftsmith.training.data.reader import Reader, Unusable
 from draftsmith.training.data.sources import Source, names_of
 from draftsmith.training.data.windows import Window, cut
-from draftsmith.training.recipe import Recipe
+from draftsmith.training.recipe import Recipe, check_vocabulary
 from draftsmith.types import DraftsmithError
 
 COUNTED_TOKENS, MOST_COUNTED = 400_000, 20_000
@@ -99,6 +99,7 @@ def build_drafter(
     section = recipe.drafter
     family = family_named(section.family)
     config = section.config
+    check_vocabulary(recipe, target.vocab_size, target.name)
     tokens = None
     if config.draft_vocab_size:
         tokens = frequent_tokens(recipe, target, config.draft_vocab_size, documents)

@@ -76,6 +76,21 @@ def build_recipe(values: Any, overrides: tuple[str, ...] | list[str] = ()) -> Re
         raise DraftsmithError(_explain(error)) from error
 
 
+def check_vocabulary(recipe: Recipe, tokens: int, target: str) -> None:
+    """Refuse a drafted vocabulary larger than the target's.
+
+    Args:
+        tokens: the target's tokens.
+        target: the target's name, for the message.
+    """
+    size = recipe.drafter.config.draft_vocab_size
+    if size > tokens:
+        raise DraftsmithError(
+            f"recipe key drafter.draft_vocab_size is {size}, more than the target's {tokens} tokens ({target}); use 0 "
+            "to score all of them, or a smaller number."
+        )
+
+
 def check_form(override: str) -> None:
     """Refuse an override of a whole section, or of a key without its section; the message shows the right form."""
     if "=" not in override:

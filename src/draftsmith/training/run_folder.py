@@ -26,8 +26,9 @@ from draftsmith.types import DraftsmithError, TargetFacts
 
 FREE_TO_CHANGE = ("output", "evaluation")
 MEASURED_ON = "measured_on"
+SOURCES = "sources.json"
 REPLACED = (
-    "metrics.jsonl", "recipe.yaml", "run.json", "sources.json", "samples.jsonl", "generated.jsonl", "curves.png",
+    "metrics.jsonl", "recipe.yaml", "run.json", SOURCES, "samples.jsonl", "generated.jsonl", "curves.png",
 )
 """Files that are first written under another name, and then renamed."""
 
@@ -64,7 +65,7 @@ class RunFolder:
     @property
     def sources(self) -> Path:
         """The file with the size and hash of every file of the data, as they were when the run began."""
-        return self.path / "sources.json"
+        return self.path / SOURCES
 
     @property
     def seconds(self) -> float | None:
@@ -145,37 +146,15 @@ class RunFolder:
             DraftsmithError: the recipe, the target or the data are others than when the run began, or τ was measured on
                 other prompts.
         """
-        self._check_recipe()
+        check_recipe(self.recipe, self.path)
         self._check_target()
-        self._check_sources(read)
+        check_sources(read, self.path)
         self._check_measured_on()
 
     def _is_given(self, path: Path) -> bool:
         """Whether stage 2 learns from this file, which an earlier run has written here."""
         given = self.recipe.stage2.texts
         return given is not None and Path(given).expanduser().resolve() == path.resolve()
-
-    def _check_recipe(self) -> None:
-        kept = self.path / "recipe.yaml"
-        if not kept.exists():
-            return
-        old = build_recipe(yaml.safe_load(kept.read_text(encoding="utf-8"))).model_dump(mode="json")
-        new = self.recipe.model_dump(mode="json")
-        for section, value in new.items():
-            if section in FREE_TO_CHANGE or old[section] == value:
-                continue
-            if not isinstance(value, dict) or not isinstance(old[section], dict):
-                changed = [(section, old[section], value)]
-            else:
-                # Another family has other options, so that a key may be on one side alone.
-                kept_value, keys = old[section], dict.fromkeys([*value, *old[section]])
-                pairs = [(f"{section}.{key}", kept_value.get(key), value.get(key)) for key in keys]
-                changed = [pair for pair in pairs if pair[1] != pair[2]]
-            name, before, now = changed[0]
-            raise DraftsmithError(
-                f"{name} is {now!r}, but the run in {self.path} has {before!r}; go on with the same recipe, "
-                "or start a new run (drafter.init_from takes its weights along)."
-            )
 
     def _check_target(self) -> None:
         path = self.path / "run.json"
@@ -200,15 +179,6 @@ class RunFolder:
             raise DraftsmithError(
                 f"{self.facts.name!r} has other weights than when the run in {self.path} began; give the target that "
                 "it began with, or start a new run (drafter.init_from takes its weights along)."
-            )
-
-    def _check_sources(self, read: Mapping[str, str]) -> None:
-        """Refuse data of which a file is not what it was; earlier versions did not record what they were."""
-        change = first_change(storage.read_json(self.sources), read) if self.sources.exists() else None
-        if change is not None:
-            raise DraftsmithError(
-                f"{change} since the run in {self.path} began; restore the data as they were, or start a new run "
-                "(drafter.init_from takes its weights along)."
             )
 
     def _check_measured_on(self) -> None:
@@ -273,6 +243,63 @@ class RunFolder:
         draw_curves(self.records, self.path / "curves.png")
         if self._board is not None:
             self._board.close()
+
+
+def check_same(recipe: Recipe) -> None:
+    """Refuse to resume the run in the recipe's folder with another recipe or other data; needs no target."""
+    path = Path(recipe.output.folder).expanduser()
+    check_recipe(recipe, path)
+    check_sources(identify(recipe), path)
+
+
+def check_recipe(recipe: Recipe, path: Path) -> None:
+    """Refuse another recipe than that of the run in a folder, and name the first key that differs."""
+    kept = path / "recipe.yaml"
+    if not kept.exists():
+        return
+    old = build_recipe(yaml.safe_load(kept.read_text(encoding="utf-8"))).model_dump(mode="json")
+    new = recipe.model_dump(mode="json")
+    for section, value in new.items():
+        if section in FREE_TO_CHANGE or old[section] == value:
+            continue
+        if not isinstance(value, dict) or not isinstance(old[section], dict):
+            changed = [(section, old[section], value)]
+        else:
+            # Another family has other options, so that a key may be on one side alone.
+            kept_value, keys = old[section], dict.fromkeys([*value, *old[section]])
+            pairs = [(f"{section}.{key}", kept_value.get(key), value.get(key)) for key in keys]
+            changed = [pair for pair in pairs if pair[1] != pair[2]]
+        name, before, now = changed[0]
+        raise DraftsmithError(
+            f"{name} is {_in_words(now)}, but the run in {path} has {_in_words(before)}; go on with the same recipe, "
+            "or start a new run (drafter.init_from takes its weights along)."
+        )
+
+
+def check_sources(read: Mapping[str, str], path: Path) -> None:
+    """Refuse data of which a file is not what it was; earlier versions did not record what they were.
+
+    Args:
+        read: what the files of the data are now, from `identify`.
+        path: the folder of the run.
+    """
+    sources = path / SOURCES
+    change = first_change(storage.read_json(sources), read) if sources.exists() else None
+    if change is not None:
+        raise DraftsmithError(
+            f"{change} since the run in {path} began; restore the data as they were, or start a new run "
+            "(drafter.init_from takes its weights along)."
+        )
+
+
+def _in_words(value: Any) -> str:
+    """Return a value of a recipe for a message; a list, of sources for example, by what is in it."""
+    if isinstance(value, list):
+        return ", ".join(map(_in_words, value)) or "nothing"
+    if isinstance(value, dict) and "path" in value and "name" in value:
+        source = value["path"] or " ".join(filter(None, (value["name"], value["configuration"], value["split"])))
+        return f"{source} with weight {value['weight']:g}" if value["weight"] != 1 else str(source)
+    return repr(value)
 
 
 def _tensorboard(path: Path, first_step: int) -> Any:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftsmith.drafters.config import Divergence, TrainedConfig
 from draftsmith.drafters.family import Family
@@ -117,6 +117,15 @@ class DataSection(Section):
     piece_characters: Annotated[int, Field(ge=64)] = Field(
         default=30_000, description="longer texts are cut into pieces of so many characters before they are shuffled"
     )
+
+    @field_validator("held_out_every")
+    @classmethod
+    def _leaves_some(cls, every: int) -> int:
+        if every == 1:
+            raise ValueError(
+                "1 would hold out every document and leave none to learn from; use 0 to hold out none, or at least 2"
+            )
+        return every
 
 
 class StageSection(Section):

@@ -12,7 +12,7 @@ from draftsmith.evaluation.prompts import Prompt
 from draftsmith.files import replace_text
 from draftsmith.targets.records import Completion, Document, read_record
 from draftsmith.targets.token_ids import Conversation
-from draftsmith.training.data.record_files import files_of, missing_file, records_in
+from draftsmith.training.data.record_files import missing_file, records_at
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.held_out import as_prompt, fits
 from draftsmith.workflows.partition import (
@@ -168,15 +168,14 @@ def read_data(path: Path) -> tuple[list[Text], bool]:
     if not path.exists():
         raise missing_file(path)
     texts, characters = [], 0
-    for file in files_of(path)[0]:
-        for record, where in records_in(file):
-            text = Text(named(record, "task") or "text", named(record, "source"), read_record(record, where))
-            if not text.words:
-                continue
-            texts.append(text)
-            characters += len(str(text.content))
-            if characters > MOST_CHARACTERS:
-                return texts, True
+    for record, where in records_at(path):
+        text = Text(named(record, "task") or "text", named(record, "source"), read_record(record, where))
+        if not text.words:
+            continue
+        texts.append(text)
+        characters += len(str(text.content))
+        if characters > MOST_CHARACTERS:
+            return texts, True
     if not texts:
         raise DraftsmithError(f"{path} holds no text; give data with some.")
     return texts, False

@@ -21,7 +21,7 @@ from draftsmith.targets import Target
 from draftsmith.training.build import build_drafter, build_prompts, frequent_tokens
 from draftsmith.training.checkpoint import Checkpoints
 from draftsmith.training.data.generated import GeneratedText
-from draftsmith.training.data.loader import noise
+from draftsmith.training.data.loader import NothingUsable, noise
 from draftsmith.training.recipe import Recipe
 from draftsmith.training.step import TrainingStep
 from draftsmith.training.terminal import progress_bar
@@ -48,8 +48,14 @@ def write_texts(entry: Entry, target: Target, budget: Budget, bridge: EngineBrid
     prompts = build_prompts(recipe, target)
     with progress_bar(console) as progress:
         bar = progress.add_task("target writes", total=texts.count, completed=len(texts.sequences))
-        for made in texts.make(prompts, bridge.generate, target.eos_token_ids):
-            progress.update(bar, completed=made)
+        try:
+            for made in texts.make(prompts, bridge.generate, target.eos_token_ids):
+                progress.update(bar, completed=made)
+        except NothingUsable as error:
+            raise DraftsmithError(
+                f"no text that is kept to be trained on can begin one of the target's ({error.reasons}); give texts of "
+                f"at least {PROMPT_TOKENS} tokens with --data."
+            ) from error
 
 
 def scored_tokens(entry: Entry, target: Target, budget: Budget) -> dict[str, Any]:

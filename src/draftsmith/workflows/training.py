@@ -19,12 +19,13 @@ from draftsmith.processor import Watch, use_threads
 from draftsmith.provenance import provenance
 from draftsmith.targets.loading.place import check_place
 from draftsmith.training.checkpoint import Checkpoints
+from draftsmith.training.data.given_texts import check_given
 from draftsmith.training.data.sources import Source
 from draftsmith.training.interruption import interrupted_before_a_checkpoint
 from draftsmith.training.overrides import keys_in
-from draftsmith.training.recipe import Recipe, build_recipe, load_recipe
+from draftsmith.training.recipe import Recipe, build_recipe, check_vocabulary, load_recipe
 from draftsmith.training.result import TrainingResult
-from draftsmith.training.run_folder import RunFolder
+from draftsmith.training.run_folder import RunFolder, check_same
 from draftsmith.training.schedule import last_rate
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.held_out import OWN, Evaluation, Probe, settle
@@ -167,6 +168,8 @@ def train(
             "leave out --minutes or one of them."
         )
     check(settled)
+    if resume:
+        check_same(settled)
 
     checkpoints = Checkpoints(Path(settled.output.folder).expanduser(), settled.output.keep)
     watch = Watch()
@@ -190,6 +193,7 @@ def train(
             dtype, settled.target.device, trust_remote_code, native=frozen, dtype_option="target.dtype="
         )
         loaded = load_target(wrapped if wrapped is not None else settled.target.name, loading, shown)
+        check_vocabulary(settled, loaded.vocab_size, loaded.name)
         probe = settle(asked, settled.data, reads_embedded(settled), loaded)
         second = settled.stage2
         bridge = EngineBridge(
@@ -341,8 +345,23 @@ def check_paths(recipe: Recipe, target: str | None) -> None:
             RunFolder.check_apart(out, Path(section.path).expanduser())
     RunFolder.check_place(out)
     check_dtype(recipe.target.dtype)
+    if recipe.stage2.steps and recipe.stage2.texts is not None:
+        check_given(Path(recipe.stage2.texts).expanduser())
     if target is not None:
         check_place(target)
+        tokens = told_vocabulary(Path(target))
+        if tokens is not None:
+            check_vocabulary(recipe, tokens, target)
+
+
+def told_vocabulary(folder: Path) -> int | None:
+    """Return how many tokens a target has by its config.json, which need not be loaded; None if that does not say."""
+    place = folder / "config.json"
+    if not place.is_file():
+        return None
+    told = storage.read_json(place)
+    tokens = told.get("vocab_size", (told.get("text_config") or {}).get("vocab_size"))
+    return tokens if isinstance(tokens, int) else None
 
 
 def reads_embedded(recipe: Recipe) -> bool:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from draftsmith.files import JsonLines
+from draftsmith.training.data.given_texts import check_given, check_line
 from draftsmith.training.data.loader import noise
 from draftsmith.training.data.windows import Batch, Window, collate
 from draftsmith.training.sections import OnPolicySection
@@ -35,9 +36,13 @@ class Prompts(Protocol):
 
 
 class GeneratedText:
-    """The sequences (prompt and continuation) of stage 2, and how many tokens of each are the prompt."""
+    """The sequences (prompt and continuation) of stage 2, and how many tokens of each are the prompt.
 
-    def __init__(self, path: Path, section: OnPolicySection, seed: int) -> None:
+    Args:
+        given: whether the file was named as `stage2.texts`, so that it may be of any kind.
+    """
+
+    def __init__(self, path: Path, section: OnPolicySection, seed: int, given: bool = False) -> None:
         self.path, self.section, self.seed = path, section, seed
         self.count = section.texts_needed
         self._orders: dict[tuple[int, int], list[int]] = {}
@@ -45,7 +50,9 @@ class GeneratedText:
         self.log = JsonLines(path, "restore it from a good copy, or delete it to write again", "go on with the run")
         self.sequences: list[list[int]] = []
         self.prompts: list[int] = []
-        for record in self.log.read():
+        for line, record in enumerate(self.log.read(), 1):
+            if given:
+                check_line(record, path, line)
             if "prompts" not in record:
                 raise DraftsmithError(f"{path} was written by an earlier version; start a new run.")
             self.sequences += record["sequences"]
@@ -65,9 +72,8 @@ class GeneratedText:
             DraftsmithError: the file is missing, or holds too few sequences, or longer continuations, or texts that the
                 target cannot read.
         """
-        if not path.is_file():
-            raise DraftsmithError(f"stage2.texts {path} does not exist; give the generated.jsonl of a run.")
-        found = cls(path, section, seed)
+        check_given(path)
+        found = cls(path, section, seed, given=True)
         if found.missing:
             raise DraftsmithError(
                 f"stage2.texts {path} holds {len(found.sequences)} sequences, but {found.count} are needed; lower "

@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from draftsmith.training.data.reader import Reader, Unusable
@@ -19,6 +19,8 @@ from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError
 
 SAMPLE_PIECES = 256
+MOST_MISSES = 10_000
+"""If more pieces in a row, for each rank, give no window, there is nothing to use in the data."""
 LENGTH_CLASSES = 8
 """Windows of a batch have similar lengths; this is the number of length classes."""
 
@@ -27,6 +29,14 @@ def noise(*labels: object) -> int:
     """Return 63 random bits that depend on the labels alone, so that no generator state has to be saved."""
     digest = hashlib.blake2b(repr(labels).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+class NothingUsable(DraftsmithError):
+    """No piece of the data gives tokens to learn; `reasons` counts the pieces by what is wrong with them."""
+
+    def __init__(self, reasons: str, advice: str) -> None:
+        self.reasons = reasons
+        super().__init__(f"no document in data.sources can be used ({reasons}); {advice}.")
 
 
 class ShuffledSource:
@@ -191,11 +201,22 @@ class Loader:
             before = len(self._pool)
             self._read_piece()
             misses = 0 if len(self._pool) > before else misses + 1
-            if misses > 10_000 * self.world:
-                reasons = "; ".join(f"{count}: {reason}" for reason, count in self.unusable.most_common(3))
+            if misses > MOST_MISSES * self.world:
                 prompts = self.windowing.prompts is not None
                 advice = "add longer ones, or lower stage2.prompt_tokens" if prompts else "add others"
-                raise DraftsmithError(f"no document in data.sources can be used ({reasons}); {advice}.")
+                raise NothingUsable(self._reasons(), advice)
+
+    def _reasons(self) -> str:
+        """Say why no piece can be used; each is counted once, though it was drawn in every pass over its source."""
+        reasons: Counter[str] = Counter()
+        pieces = (piece for source in self.sources for piece in source.source.pieces())
+        for number, piece in enumerate(islice(pieces, MOST_MISSES)):
+            try:
+                self._windows_of(piece, number)
+            except Unusable as error:
+                reasons[str(error)] += 1
+        said = "; ".join(f"{count:,}: {reason}" for reason, count in reasons.most_common(3))
+        return said if next(pieces, None) is None else f"of the first {MOST_MISSES:,}: {said}"
 
     def first(self, count: int) -> list[Window]:
         """Return some of the next windows without drawing them."""

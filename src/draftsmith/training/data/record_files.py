@@ -2,18 +2,19 @@
 
 import csv
 import gzip
-import json
 import lzma
-import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, TextIO
+from typing import BinaryIO, cast
 
-from draftsmith.targets.records import FIELDS, Document, read_record
+from draftsmith.targets.records import Document, read_record
+from draftsmith.text_files import ENCODING, NotUtf8, check_width, names_in_words, not_utf8, read_text
+from draftsmith.training.data.json_files import Located, json_lines, records_of
 from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 
@@ -23,10 +24,8 @@ TABLES = {".csv": ",", ".tsv": "\t"}
 COLUMNS = ("text", "prompt")
 """A table whose first line names one of these columns has a record a line; any other is a text."""
 LONGEST_FIELD = 2**31 - 1
-Located = tuple[Mapping[str, Any], str]
-"""A record, and where it was found."""
-
-_BEGINS_RECORDS = re.compile(r"\s*\[\s*\{")
+SEPARATORS = (",", ";", "\t", "|")
+"""What may stand between the columns of a table that is named by another ending."""
 LOOKED_AT = 8192
 """Number of bytes at a file's beginning that decide whether it is text."""
 
@@ -38,16 +37,15 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
         DraftsmithError: the path is a file that is not text, or a table without a column of texts.
     """
     if not path.is_dir():
+        with _named_if_unreadable(path):
+            check_width(path)
         if _is_binary(path):
             raise DraftsmithError(
                 f"{path} is no text; give text in UTF-8, {', '.join([*JSON_LINES, *TABLES])} or .parquet, or unpack it."
             )
         names = _columns(path) if path.suffix in TABLES else []
         if path.suffix in TABLES and not any(name in COLUMNS for name in names):
-            raise DraftsmithError(
-                f"{path} is a table with the columns {', '.join(names) or '(none)'}; name the one with the texts "
-                "`text`, or two of them `prompt` and `completion`."
-            )
+            raise _no_texts(path, names)
         return [path], Counter()
     files, left_out = [], Counter[str]()
     for file in sorted(path.rglob("*")):
@@ -66,9 +64,14 @@ def _is_binary(file: Path) -> bool:
     """Whether a file is neither text nor of a compressed kind that can be read here."""
     if file.name.endswith((*JSON_LINES, ".parquet")):
         return False
+    with _named_if_unreadable(file), file.open("rb") as opened:
+        return b"\0" in opened.read(LOOKED_AT) or file.name.endswith((".gz", ".xz", ".zip", ".bz2", ".zst"))
+
+
+@contextmanager
+def _named_if_unreadable(file: Path) -> Iterator[None]:
     try:
-        with file.open("rb") as opened:
-            return b"\0" in opened.read(LOOKED_AT) or file.name.endswith((".gz", ".xz", ".zip", ".bz2", ".zst"))
+        yield
     except OSError as error:
         raise DraftsmithError(f"{file} cannot be read ({error.strerror}); check its permissions.") from error
 
@@ -77,10 +80,18 @@ def records_at(path: Path) -> Iterator[Located]:
     """Yield the records of a file or of the files in a folder, read as a source of training data.
 
     Raises:
-        DraftsmithError: a file that is no text, or is broken; one that is named by itself has to be UTF-8 throughout.
+        DraftsmithError: a file that is no text in UTF-8, or is broken; of a folder, plain texts in another encoding are
+            left out.
     """
+    alone = not path.is_dir()
     for file in files_of(path)[0]:
-        yield from records_in(file, strict=not path.is_dir())
+        try:
+            records = records_in(file, alone)
+        except NotUtf8:
+            if alone:
+                raise
+            continue
+        yield from records
 
 
 def documents_in(file: Path) -> Iterator[Document]:
@@ -89,30 +100,28 @@ def documents_in(file: Path) -> Iterator[Document]:
         yield read_record(record, where)
 
 
-def records_in(file: Path, strict: bool = False) -> Iterator[Located]:
-    """Yield the records of a file, with all their fields; a file of plain text is one record with a `text`.
+def records_in(file: Path, alone: bool = True) -> Iterator[Located]:
+    """Return the records of a file, with all their fields; a file of plain text is one record with a `text`.
 
     Args:
-        strict: bytes that are not UTF-8 are refused; otherwise a mark stands in their place.
+        alone: whether the file was named by itself; JSON that holds no records is then refused, and a text in a folder.
+
+    Raises:
+        NotUtf8: at once, if it is a plain text of another encoding; of records, when the first line of them is reached.
     """
-    errors = "strict" if strict else "replace"
     if file.name.endswith(JSON_LINES):
-        return _json_lines(file, errors)
+        return json_lines(_lines(file), file)
     if file.suffix == ".parquet":
         return _parquet(file)
     if file.suffix in TABLES and any(name in COLUMNS for name in _columns(file)):
-        return _table(file, errors)
-    try:
-        text = file.read_text(encoding="utf-8", errors=errors)
-    except UnicodeDecodeError as error:
-        raise DraftsmithError(f"{file} is not UTF-8 text; convert it, or give another file.") from error
-    if file.suffix == ".json" and (records := _records(text, file)):
-        return _json_list(records, file)
-    return iter([({"text": text}, str(file))])
+        return _table(file)
+    text = read_text(file)
+    records = records_of(text, file, alone) if file.suffix == ".json" else None
+    return iter([({"text": text}, str(file))]) if records is None else records
 
 
-def documents_on_hub(section: SourceSection) -> Iterator[Document]:
-    """Yield the documents of a hub data set, as they come over the network."""
+def records_on_hub(section: SourceSection) -> Iterator[Located]:
+    """Yield the records of a hub data set, as they come over the network."""
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -127,93 +136,89 @@ def documents_on_hub(section: SourceSection) -> Iterator[Document]:
             "network."
         ) from error
     for record in rows:
-        yield read_record(record, str(section.name))
+        yield record, str(section.name)
 
 
-def _records(text: str, file: Path) -> list[Any]:
-    """Return the items of a JSON list of records, as conversations are often published; none for other JSON.
-
-    Raises:
-        DraftsmithError: the text begins as a list of records and is broken.
-    """
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        if _BEGINS_RECORDS.match(text):
-            raise DraftsmithError(
-                f"{file} begins as a list of records but is no JSON ({error}); fetch it again, or fix it."
-            ) from error
-        return []
-    known = isinstance(found, list) and any(isinstance(item, Mapping) and set(item) & set(FIELDS) for item in found)
-    return found if known else []
-
-
-def _json_list(records: list[Any], file: Path) -> Iterator[Located]:
-    for number, record in enumerate(records, 1):
-        where = f"{file}, record {number},"
-        if not isinstance(record, Mapping):
-            raise DraftsmithError(f"{where} is no JSON object; fix or remove it.")
-        yield record, where
-
-
-def _open_text(path: Path, errors: str) -> TextIO:
+def _unpacked(path: Path) -> BinaryIO:
     if path.name.endswith(".xz"):
-        return lzma.open(path, "rt", encoding="utf-8")
+        return cast(BinaryIO, lzma.open(path, "rb"))
     if path.name.endswith(".gz"):
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8", errors=errors)
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return path.open("rb")
 
 
-def _lines(path: Path, errors: str) -> Iterator[str]:
+def _lines(path: Path) -> Iterator[str]:
     # Nothing is yielded inside the try: a generator that is dropped would run its handlers while Python shuts down.
-    with _open_text(path, errors) as lines:
+    with _broken_if_cut(path), _unpacked(path) as opened:
+        check_width(path, opened)
+    with _unpacked(path) as opened, TextIOWrapper(opened, encoding=ENCODING) as lines:
         while True:
-            try:
-                line = next(lines, None)
-            except UnicodeDecodeError as error:
-                raise DraftsmithError(f"{path} is not UTF-8 text ({error}); convert it, or fetch it again.") from error
-            except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-                raise DraftsmithError(f"{path} is cut short or broken ({error}); fetch it again.") from error
+            with _broken_if_cut(path):
+                try:
+                    line = next(lines, None)
+                except UnicodeDecodeError as error:
+                    with _unpacked(path) as again:
+                        raise not_utf8(path, again) from error
             if line is None:
                 return
             yield line
 
 
-def _json_lines(path: Path, errors: str) -> Iterator[Located]:
-    for number, line in enumerate(_lines(path, errors), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number},"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise DraftsmithError(f"{where} is no JSON ({error}); fix or remove that line.") from error
-        if not isinstance(record, dict):
-            raise DraftsmithError(f"{where} is no JSON object; fix or remove that line.")
-        yield record, where
+@contextmanager
+def _broken_if_cut(path: Path) -> Iterator[None]:
+    """Raise what is wrong with a packed file as a DraftsmithError."""
+    try:
+        yield
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+        raise DraftsmithError(f"{path} is cut short or broken ({error}); fetch it again.") from error
 
 
-def _columns(path: Path) -> list[str]:
+@contextmanager
+def _long_fields() -> Iterator[None]:
+    """Let fields of a table be long; by default a text may have 131,072 letters. The limit is that of the process."""
+    before = csv.field_size_limit(LONGEST_FIELD)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _columns(path: Path, separator: str | None = None) -> list[str]:
     """Return the names in the first line of a table."""
     try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-            return next(csv.reader(lines, delimiter=TABLES[path.suffix]), [])
+        with path.open(encoding=ENCODING, errors="replace", newline="") as lines, _long_fields():
+            return next(csv.reader(lines, delimiter=separator or TABLES[path.suffix]), [])
     except csv.Error:
         return []
 
 
-def _table(path: Path, errors: str) -> Iterator[Located]:
-    with path.open(encoding="utf-8-sig", errors=errors, newline="") as lines:
+def _no_texts(path: Path, names: list[str]) -> DraftsmithError:
+    """Return the error for a table whose first line names no column of texts."""
+    own = TABLES[path.suffix]
+    name_it = "name the one with the texts `text`, or two of them `prompt` and `completion`, in its first line"
+    ways = {separator: _columns(path, separator) for separator in SEPARATORS if separator != own}
+    known = {separator: any(name in COLUMNS for name in found) for separator, found in ways.items()}
+    other = max(ways, key=lambda separator: (known[separator], len(ways[separator])))
+    if known[other] or len(ways[other]) > len(names):
+        return DraftsmithError(
+            f"{path} seems to have {other!r} between its columns ({names_in_words(ways[other])}), but a {path.suffix} "
+            f"file has {own!r}; write {own!r} between them{'' if known[other] else f', and {name_it}'}."
+        )
+    return DraftsmithError(f"{path} is a table with the columns {names_in_words(names)}; {name_it}.")
+
+
+def _table(path: Path) -> Iterator[Located]:
+    with path.open(encoding=ENCODING, newline="") as lines:
         rows = csv.DictReader(lines, delimiter=TABLES[path.suffix], strict=True)
         while True:
-            before = csv.field_size_limit(LONGEST_FIELD)  # of the process; by default a text may have 131,072 letters
-            try:
-                row = next(rows, None)
-            except (csv.Error, UnicodeDecodeError) as error:
-                where = f"{path}, line {rows.reader.line_num},"
-                raise DraftsmithError(f"{where} cannot be read as a table ({error}); fix or remove it.") from error
-            finally:
-                csv.field_size_limit(before)
+            with _long_fields():
+                try:
+                    row = next(rows, None)
+                except UnicodeDecodeError as error:
+                    raise not_utf8(path) from error
+                except csv.Error as error:
+                    where = f"{path}, line {rows.reader.line_num},"
+                    raise DraftsmithError(f"{where} cannot be read as a table ({error}); fix or remove it.") from error
             if row is None:
                 return
             # Fields beyond the named columns have no name.

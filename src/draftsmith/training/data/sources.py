@@ -6,19 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from draftsmith.targets.records import Document, plain_text
-from draftsmith.training.data.record_files import (
-    JSON_LINES,
-    documents_in,
-    documents_on_hub,
-    files_of,
-    missing_file,
-)
+from draftsmith.targets.records import Document, NotText, plain_text, read_record
+from draftsmith.text_files import NotUtf8
+from draftsmith.training.data.json_files import Located
+from draftsmith.training.data.record_files import JSON_LINES, files_of, missing_file, records_in, records_on_hub
 from draftsmith.training.data.split import Split, find_split
 from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 
 EMPTY, HELD_OUT, HELD_OUT_END = "empty", "held out", "held out at its end"
+NOT_UTF8 = "not in UTF-8"
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,10 @@ def _whole_name(section: SourceSection) -> str:
 class Source:
     """The training documents of one source, always in the same order, cut into pieces.
 
-    Held-out and empty documents are skipped; `read` and `left_out` count documents in the last pass. Pieces are
-    shuffled, not documents, so that one long book does not fill a batch. With `held_out` it is reversed: the pieces are
-    those of the held-out documents.
+    Held-out and empty documents are skipped, records with a number, say, where a text belongs, and texts of a folder
+    that are not UTF-8; `read` and `left_out` count documents in the last pass. Pieces are shuffled, not documents, so
+    that one long book does not fill a batch. With `held_out` it is reversed: the pieces are those of the held-out
+    documents.
     """
 
     section: SourceSection
@@ -76,6 +74,7 @@ class Source:
     read: int = field(default=0, init=False)
     left_out: Counter[str] = field(default_factory=Counter, init=False)
     _split: Split | None = field(default=None, init=False)
+    _passed_over: set[Path] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         if (self.section.path is None) == (self.section.name is None):
@@ -95,23 +94,42 @@ class Source:
     def account(self) -> dict[str, Any]:
         """Return what the last pass has found so far, as plain JSON."""
         return {
-            "source": self.label, "files": len(self.files), "files_left_out": dict(self.files_left_out),
-            "documents": self.read, "used": self.read - self.left_out[EMPTY] - self.left_out[HELD_OUT],
-            "left_out": dict(self.left_out),
+            "source": self.label, "files": len(self.files) - len(self._passed_over),
+            "files_left_out": dict(self.files_left_out), "documents": self.read,
+            "used": self.read - self.left_out.total() + self.left_out[HELD_OUT_END], "left_out": dict(self.left_out),
         }
 
-    def documents(self) -> Iterator[Document]:
-        """Yield all documents of the source, including held-out and empty ones."""
+    def documents(self) -> Iterator[Document | NotText]:
+        """Yield all documents of the source, including held-out and empty ones, and the errors of records without."""
+        for record, where in self._records():
+            try:
+                document: Document | NotText = read_record(record, where)
+            except NotText as error:
+                document = error
+            yield document
+
+    def _records(self) -> Iterator[Located]:
         if self.section.name is not None:
-            yield from documents_on_hub(self.section)
+            yield from records_on_hub(self.section)
+            return
+        alone = not Path(str(self.section.path)).expanduser().is_dir()
         for file in self.files:
-            yield from documents_in(file)
+            try:
+                records = records_in(file, alone)
+            except NotUtf8:
+                if alone:
+                    raise
+                self._passed_over.add(file)
+                self.files_left_out[NOT_UTF8] = len(self._passed_over)
+                continue
+            yield from records
 
     @property
     def split(self) -> Split:
         """Which of its documents are held out."""
         if self._split is None:
-            self._split = find_split(self.documents(), self.held_out_every)
+            documents = (found for found in self.documents() if not isinstance(found, NotText))
+            self._split = find_split(documents, self.held_out_every)
         return self._split
 
     def pieces(self) -> Iterator[Piece]:
@@ -119,6 +137,9 @@ class Source:
         self.read, self.left_out, seen = 0, Counter(), 0
         for document in self.documents():
             self.read += 1
+            if isinstance(document, NotText):
+                self.left_out[document.reason] += 1
+                continue
             if not plain_text(document).strip():
                 self.left_out[EMPTY] += 1
                 continue
@@ -131,10 +152,14 @@ class Source:
                 seen += 1
                 yield piece
         if not seen and not self.held_out:
-            raise DraftsmithError(
-                f"{self.label} has no document to train on ({self.left_out[EMPTY]} are empty, "
-                f"{self.left_out[HELD_OUT]} held out); add text to it."
-            )
+            raise self._nothing()
+
+    def _nothing(self) -> DraftsmithError:
+        """Return the error for a source without a document to train on."""
+        others = {**self.files_left_out, **self.left_out}
+        counts = [f"{others.pop(EMPTY, 0)} are empty", f"{others.pop(HELD_OUT, 0)} held out"]
+        counts += [f"{count} {reason}" for reason, count in others.items()]
+        return DraftsmithError(f"{self.label} has no document to train on ({', '.join(counts)}); add text to it.")
 
     def _cut(self, document: Document, ends: bool = True) -> Iterator[Piece]:
         """Cut a long text, at the beginning of a word if there is one near; other documents stay whole.

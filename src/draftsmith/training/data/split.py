@@ -2,9 +2,10 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from draftsmith.targets.records import Document, plain_text
+from draftsmith.targets.records import Completion, Document, plain_text
+from draftsmith.targets.token_ids import ASSISTANT, Message
 
 HELD_OUT_EVERY = 50
 LOOKED_AT = 20
@@ -16,7 +17,7 @@ TAIL = 10
 
 
 def is_held_out(text: str, every: int = HELD_OUT_EVERY) -> bool:
-    """Whether a document belongs to the held-out split: one in `every`, by the SHA-256 of its UTF-8 bytes."""
+    """Whether a text belongs to the held-out split: one in `every`, by the SHA-256 of its UTF-8 bytes."""
     return place_of(text) % every == 0
 
 
@@ -24,6 +25,26 @@ def place_of(text: str) -> int:
     """Return 64 bits that depend on the text alone."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
+
+
+def key_of(document: Document) -> str:
+    """Return the text by which a document is held out or not; documents with the same key are on the same side.
+
+    It is the prompt of a completion, and what comes before the first turn of the assistant's in a conversation: what
+    τ is measured behind must not have been learnt with another answer. White space around it does not count.
+    """
+    if isinstance(document, Completion):
+        return (document.prompt if document.prompt.strip() else document.completion).strip()
+    if isinstance(document, str):
+        return document.strip()
+    turns = [at for at, message in enumerate(document.messages) if at and message["role"] == ASSISTANT]
+    messages = document.messages[: turns[0]] if turns else document.messages
+    return plain_text(replace(document, messages=[_stripped(message) for message in messages]))
+
+
+def _stripped(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": content.strip()} if isinstance(content, str) else message
 
 
 @dataclass(frozen=True)
@@ -44,7 +65,7 @@ class Split:
             return document, None
         if self.ends:
             return _without_end(document) if isinstance(document, str) else (document, None)
-        place = place_of(plain_text(document))
+        place = place_of(key_of(document))
         held_out = place % self.every == 0 if self.one is None else place == self.one
         return (None, document) if held_out else (document, None)
 
@@ -54,8 +75,7 @@ def find_split(documents: Iterable[Document], every: int) -> Split:
     places: set[int] = set()
     held_out, all_texts = 0, True
     for document in documents if every else ():
-        text = plain_text(document)
-        if not text.strip() or (place := place_of(text)) in places:
+        if not plain_text(document).strip() or (place := place_of(key_of(document))) in places:
             continue
         places.add(place)
         held_out += place % every == 0
@@ -68,8 +88,13 @@ def find_split(documents: Iterable[Document], every: int) -> Split:
 
 
 def _without_end(text: str) -> tuple[str, str | None]:
-    """Cut off the end of a text, at the beginning of a word if there is one near."""
-    at = len(text) - len(text) // TAIL
-    near = max(text.rfind(" ", at // 2, at), text.rfind("\n", at // 2, at))
-    at = near + 1 if near >= 0 else at
+    """Cut off the end of a text, at the beginning of a word if there is one near.
+
+    White space around the text does not move the cut, so that two texts that differ in it alone are cut alike.
+    """
+    begin, length = len(text) - len(text.lstrip()), len(text.strip())
+    at = length - length // TAIL
+    low, high = begin + at // 2, begin + at
+    near = max(text.rfind(" ", low, high), text.rfind("\n", low, high))
+    at = near + 1 if near >= 0 else high
     return (text[:at], text[at:]) if text[:at].strip() and text[at:].strip() else (text, None)
