@@ -31,9 +31,9 @@ from draftsmith.types import DraftsmithError, SamplingParams, Statistics
 from draftsmith.workflows.bridge import FIRST_PROMPTS, TOO_LOW, EngineBridge, scores
 from draftsmith.workflows.estimate import Pace, foretold
 from draftsmith.workflows.held_out import Evaluation, held_out_prompts
+from draftsmith.workflows.recipes import final_rates
 from draftsmith.workflows.sizes import by_data, by_measurements, by_time
 from draftsmith.workflows.sources import gather_prompts
-from draftsmith.workflows.training import final_rates
 from tests.helpers import training_toy as toy
 from tests.helpers.tiny import save_tiny_target
 

@@ -127,7 +127,8 @@ def train(
 def list_keys(recipe: str | None, overrides: Sequence[str], family: str | None) -> None:
     """Print every key of a recipe, one a line, with the options of the family that it names."""
     from draftsmith.training.keys import recipe_keys
-    from draftsmith.workflows.training import named, read_recipe
+    from draftsmith.workflows.recipes import read_recipe
+    from draftsmith.workflows.training import named
 
     chosen = [*named(None, None, family, None, None), *overrides]
     for key in recipe_keys(read_recipe({} if recipe is None else recipe, chosen).drafter):
