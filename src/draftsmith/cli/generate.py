@@ -161,7 +161,7 @@ def generate(
     asked_for = " and ".join(name for name, value in drafting.items() if value is not None)
     if no_draft and asked_for:
         raise DraftsmithError(f"--no-draft drafts nothing; leave out {asked_for}, or --no-draft.")
-    if target is not None and drafter is None and prediction is None and asked_for:
+    if target is not None and drafter is None and asked_for:
         raise DraftsmithError(f"{asked_for} is about drafts, but {target} has no drafter; add --drafter.")
     if draft_rows is not None and plan is None:
         raise DraftsmithError("--draft-rows bounds a plan of your own; add --plan, or leave it out.")
@@ -220,15 +220,15 @@ def generate(
         check_drafter(engine.drafter, rules)
     shape = NO_DRAFT if no_draft else drafts.plan(engine.plan)
     engine.admit_call([asked], params)  # so that what does not fit is refused before anything is compiled or measured
-    engine = settle_compilation(
-        notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
-    )
     if draft_rows is not None:
         from draftsmith.engine import OffAbove
 
         bounded = engine.plan if shape is None else shape
         engine, shape = engine.under(OffAbove(bounded, draft_rows)), None
         engine.plan = bounded
+    engine = settle_compilation(
+        notes, engine, compile, n * max_tokens, lambda compiled: compiled.prepare(min(n, 8), shape)
+    )
     if shape is None and plan is None:
         from draftsmith.workflows.fitting import fit_drafts
 

@@ -74,6 +74,7 @@ class Family:
         tree: the static tree that was published with it, see `Plan.choices`; `--plan NAME` selects it.
         compared: how a comparison treats it.
         vllm: what its drafters are to vLLM; None if that has nothing of the kind.
+        is_model: whether its drafters are whole language models, which may be targets as well.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Family:
     tree: Choices = ()
     compared: Compared = Compared()
     vllm: VllmForm | None = None
+    is_model: bool = False
 
     def ready(self, config: Config, target: "Target") -> "Drafter":
         """Make a drafter that needs no training; DraftsmithError for a family that needs it."""

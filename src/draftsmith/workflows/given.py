@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from draftsmith.drafters.registry import find, meant, recognised
+from draftsmith.drafters.registry import BUILT_IN, find, meant
 from draftsmith.drafters.trainable import storage
 from draftsmith.dtypes import check_device, check_dtype
 from draftsmith.targets.loading.place import check_place
@@ -42,9 +42,9 @@ def refuse_drafter(folder: Path) -> None:
         config = storage.read_config(folder)
     except DraftsmithError:
         return  # loading it will say what is wrong
-    family = recognised(config)
-    names = [str(name) for name in config.get("architectures") or ()]
-    if family is not None and family.trainable and not any(name.endswith("ForCausalLM") for name in names):
+    # Families of other packages are left out: most targets are no drafter, and those packages may take long to import.
+    family = next((one for one in BUILT_IN if one.recognises(config)), None)
+    if family is not None and family.trainable and not family.is_model:
         raise DraftsmithError(
             f"the target {folder} is a drafter of the family {family.name}; give it as --drafter, and the model that "
             "it was trained for as --target."

@@ -50,5 +50,5 @@ FAMILY = Family(
     compared=Compared(
         options={"draft_vocab_size": 0}, starts={"init_from_target": (True, False), "init_width": (1.0, 0.5, 2.0)}
     ),
-    vllm=VllmForm("draft_model", unchanged, lambda drafter: GUESSES),
+    vllm=VllmForm("draft_model", unchanged, lambda drafter: GUESSES), is_model=True,
 )

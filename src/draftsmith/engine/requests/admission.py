@@ -63,7 +63,7 @@ def _predicted_tokens(rules: SamplingParams, number: int, target: Target) -> lis
     if isinstance(rules.prediction, str):
         if target.tokenizer is None:
             raise DraftsmithError(
-                f"the prediction of prompt {number} is text, but {target.name} has no tokenizer; give token ids."
+                f"{target.name} has no tokenizer, which a prediction in text needs; give its token ids."
             )
         try:
             rules.prediction.encode()
