@@ -245,6 +245,7 @@ def refused(result: Result, *parts: str) -> None:
     assert result.exit_code == 2, result.output
     sentence = " ".join(result.stderr[max(0, result.stderr.find("Error: ")) :].split())
     assert sentence.startswith("Error: ") and sentence.endswith((".", "?")) and "Traceback" not in sentence
+    assert not sentence.endswith(("..", "?."))
     for part in parts:
         assert part in sentence, sentence
 
@@ -339,6 +340,22 @@ def test_nobody_waits_for_what_never_becomes_ready(serving):
     refused(load(plain), f"{plain} cannot be reached", "SSL", "check --base-url")
     refused(load(serving(lambda asked: json_reply({}, 404))), "names none at /v1/models")
     refused(load(serving(lambda asked: json_reply({}, 401))), "wants an API key")
+
+
+@pytest.mark.parametrize(
+    "told", [{"error": {"message": "the body is too long; send less."}}, {"detail": "the body is too long; send less."}]
+)
+def test_what_a_server_says_ends_with_one_full_stop(serving, told: dict[str, object]):
+    turns = [0]
+
+    def failing(asked: Asked) -> Reply:
+        turns[0] += asked.path == "/v1/completions"
+        return json_reply(told, 400) if asked.path == "/v1/completions" and turns[0] > 1 else answer(asked)
+
+    done = load(serving(failing), "--max-concurrency", "1", "--num-prompts", "3")
+    assert "most because the server answered 400: the body is too long; send less." in " ".join(done.stderr.split())
+    assert done.exit_code == 0 and ".." not in done.stderr
+    refused(load(serving(failing), "--num-prompts", "3"), "answered 400: the body is too long; send less.")
 
 
 def test_some_failures_are_told_and_count_nowhere(serving, tmp_path: Path):

@@ -69,6 +69,7 @@ def test_an_answer_without_text_has_no_time_of_its_first_token_and_keeps_no_limi
         ([{"choices": [{"text": "a"}]}], False, "broke off"),
         ([{"choices": [{"text": "a", "finish_reason": "stop"}]}], True, "no usage chunk"),
         ([{"error": {"message": "out of memory\nat line 3"}}], True, "in mid-stream: out of memory"),
+        ([{"error": {"message": "out of memory."}}], True, "in mid-stream: out of memory"),
     ],
 )
 def test_an_answer_that_cannot_be_counted_has_failed(chunks: list[dict[str, object]], finished: bool, told: str):
@@ -77,6 +78,7 @@ def test_an_answer_that_cannot_be_counted_has_failed(chunks: list[dict[str, obje
         one.take(chunk, 1.0)
     one.close(finished)
     assert not one.ok and told in one.error and "line 3" not in one.error
+    assert not one.error.endswith("."), "it becomes part of a sentence"
 
 
 def test_events_are_the_same_however_the_bytes_are_cut():

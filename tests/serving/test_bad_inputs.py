@@ -107,6 +107,10 @@ CASES: dict[str, tuple[str, Any, int]] = {
     "a plan with a wide node": (COMPLETION, {"prompt": "x", "speculation": {"plan": "200"}}, 400),
     "a plan with a node without children": (COMPLETION, {"prompt": "x", "speculation": {"plan": "2,0"}}, 400),
     "a drafter that there is not": (COMPLETION, {"prompt": "x", "speculation": {"drafter": "../x"}}, 400),
+    "a typo in speculation": (COMPLETION, {"prompt": "x", "speculation": {"detph": 3}}, 400),
+    "a typo in speculation, in a chat": (CHAT, {"messages": HI, "speculation": {"enabled": False, "Plan": "2"}}, 400),
+    "a typo of a megabyte": (COMPLETION, {"prompt": "x", "speculation": {MEGABYTE: 3}}, 400),
+    "a typo with half a character": (COMPLETION, '{"prompt": "x", "speculation": {"{\\ud800}": 3}}', 400),
     "timeout, 0": (COMPLETION, {"prompt": "x", "timeout": 0}, 400),
     "30,000 brackets in a pattern": (
         COMPLETION, {"prompt": "x", "structured_outputs": {"regex": "(" * 30_000 + "a" + ")" * 30_000}}, 400,

@@ -248,6 +248,24 @@ def test_a_request_may_draft_as_it_likes(speculation: Any, plans: set[str]):
     assert told["choices"][0]["text"] == plainly("zzz").text
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        (PATH, {"prompt": "zzz"}), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "model": NAME, "max_tokens": 4}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_typo_in_what_a_request_asks_of_drafts_is_told(path: str, asked: dict[str, Any], stream: bool):
+    response = post(path, {**asked, "stream": stream, "speculation": {"plan": "2,1", "detph": 3}})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error")
+    told = "speculation: there is no field 'detph' in it; the fields are enabled, plan and drafter."
+    assert error["message"] == told
+    if path != "/v1/messages":  # errors have Anthropic's form there
+        assert (error["param"], error["code"]) == ("speculation", None)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("echo", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from draftsmith.serving.tools import ListOfCalls, MarkedCalls, ToolCall
+from draftsmith.serving.call_readers import ListOfCalls, MarkedCalls, ToolCall
 from tests.serving.test_messages_tools import SAID, reciter
 from tests.serving.test_messages_tools import TEMPLATE as TEMPLATE_OF_CALLS
 from tests.serving.toy import (

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 
 from draftsmith.serving.errors import ApiError, bad
@@ -25,6 +26,26 @@ class Fields(BaseModel):
     """A JSON object: types are not converted into each other, numbers are finite, and unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class KnownFields(Fields):
+    """A JSON object of our own alone: no client of another server sends it, so an unknown field in it is a mistake."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, given: Any) -> Any:
+        names = given if isinstance(given, dict) else ()
+        unknown = next((name for name in names if name not in cls.model_fields), None)
+        if unknown is not None:
+            *others, last = cls.model_fields
+            known = f"{', '.join(others)} and {last}"
+            raise PydanticCustomError(
+                "unknown_field", "there is no field {unknown} in it; the fields are {known}",
+                {"unknown": repr(unknown[:40]), "known": known},
+            )
+        return given
 
 
 M = TypeVar("M", bound=Fields)

@@ -5,6 +5,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from draftsmith.serving.call_readers import ToolCall
 from draftsmith.serving.constraints import Form, form_of
 from draftsmith.serving.delta import Delta
 from draftsmith.serving.errors import bad
@@ -22,7 +23,6 @@ from draftsmith.serving.sampling import (
 )
 from draftsmith.serving.service import Call, Service
 from draftsmith.serving.speculation import drafting_of
-from draftsmith.serving.tools import ToolCall
 from draftsmith.types import Completion
 
 KIND = "chat.completion"

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from draftsmith.serving.call_readers import CallReader
 from draftsmith.serving.errors import bad
 from draftsmith.serving.openai_fields import ChatFields, Generation, Prediction, ResponseFormat, StructuredOutputs
 from draftsmith.serving.tool_schemas import arguments_schema, calls_schema
-from draftsmith.serving.tools import CallReader, choice_of, reader_of
+from draftsmith.serving.tools import choice_of, reader_of
 from draftsmith.types import Constraint, DraftsmithError
 
 

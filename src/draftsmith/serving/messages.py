@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from draftsmith.serving.answers import dumps, json_answer, streamed, unless_gone
+from draftsmith.serving.call_readers import CallReader, Part, ToolCall
 from draftsmith.serving.constraints import Form, form_of
 from draftsmith.serving.deltas import deltas
 from draftsmith.serving.errors import ApiError, bad
@@ -21,7 +22,6 @@ from draftsmith.serving.openai_fields import Generation
 from draftsmith.serving.sampling import check_general, check_tools, sampling_params
 from draftsmith.serving.service import Call, Service
 from draftsmith.serving.speculation import drafting_of
-from draftsmith.serving.tools import CallReader, Part, ToolCall
 from draftsmith.types import Completion
 
 

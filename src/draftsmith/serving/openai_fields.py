@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from draftsmith.serving.body import Fields, Flag, Several
+from draftsmith.serving.body import Fields, Flag, KnownFields, Several
 from draftsmith.serving.settings import Detail
 
 
@@ -18,7 +18,7 @@ class StreamOptions(Fields):
     continuous_usage_stats: Flag = False
 
 
-class Speculation(Fields):
+class Speculation(KnownFields):
     """How one request is to be drafted: not at all, or by a plan and a drafter of its own."""
 
     enabled: bool = True

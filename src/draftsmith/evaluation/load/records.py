@@ -107,9 +107,12 @@ def text_of(choice: Mapping[str, Any]) -> str:
 
 
 def message_of(answer: Any) -> str:
-    """Return the first line of an error in any of the forms that servers send."""
+    """Return the first line of an error in any of the forms that servers send, without the full stop at its end.
+
+    It becomes the end of a sentence of ours, which has its own.
+    """
     error = answer.get("error", answer) if isinstance(answer, Mapping) else answer
     if isinstance(error, Mapping):
         error = error.get("message") or error.get("detail") or error
     lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else "no reason given"
+    return lines[0][:300].removesuffix(".") if lines else "no reason given"
