@@ -9,6 +9,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -21,8 +22,10 @@ R = TypeVar("R")
 
 SWITCH = "DRAFTSMITH_CUDA_GRAPHS"
 """The environment variable that leaves all launches to Python if it is 0."""
-MOST_SHAPES = 64
-"""Recordings that a function keeps, those used last. Each holds memory on the device for its arguments and results."""
+MOST_SHAPES, MOST_BYTES = 64, 2**30
+"""Recordings that a function keeps, those used last, and the bytes that their arguments and results may take."""
+MOST_MET = 1024
+"""Shapes that a function remembers to have met once."""
 LEAST_SPAN = 256
 
 
@@ -60,20 +63,32 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        # A pool whose graphs are all gone cannot be used again.
+        self._newest: torch.cuda.CUDAGraph | None = None
 
     def record(self, function: Callable[[], R]) -> tuple[R, Callable[[], None]]:
         """See `Recorder`."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        # Products keep scratch memory for each stream. It must not come from a pool that may go before this one.
+        torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.stream(self._stream):
-            # Other threads of the process may use the device meanwhile.
+            # Other threads may start work on the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 made = function()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # the first error says what happened
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        torch._C._cuda_clearCublasWorkspaces()
         current.wait_stream(self._stream)
+        self._newest = graph
         return made, graph.replay
+
+
+Version = int | None
 
 
 @dataclass
@@ -82,16 +97,20 @@ class _Recording:
 
     Args:
         held: the tensors that it reads.
-        given: what was copied there last, each with its version, which counts changes in place; but not those that a
-            replay makes.
+        given: what was copied there last, each with its version, see `version_of`; but not those that a replay makes.
         replay: computes `made`.
         made: what the function returned.
     """
 
     held: list[Tensor]
-    given: list[tuple[Tensor, int]]
+    given: list[tuple[Tensor, Version]]
     replay: Callable[[], None]
     made: Any
+
+    @property
+    def bytes(self) -> int:
+        """Memory of arguments and results."""
+        return sum(tensor.nbytes for tensor in (*self.held, *tensors_in(self.made)))
 
 
 class Replays:
@@ -105,48 +124,68 @@ class Replays:
 
     def __init__(self, function: Callable[..., Any], recorder: Recorder, copies: bool) -> None:
         self._function, self._recorder, self._copies = function, recorder, copies
-        # None: it was called once, or cannot be recorded.
-        self._recordings: OrderedDict[Hashable, _Recording | None] = OrderedDict()
+        self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
+        self._met: OrderedDict[Hashable, None] = OrderedDict()
         self._can_record = True
 
-    def __call__(self, *arguments: Any) -> Any:
-        """Run the function, or its recording."""
-        shapes = outline(arguments)
-        if shapes not in self._recordings:
-            self._recordings[shapes] = None
-            if len(self._recordings) > MOST_SHAPES:
-                self._recordings.popitem(last=False)
-            return self._function(*arguments)
-        self._recordings.move_to_end(shapes)
-        recording = self._recordings[shapes]
-        if recording is None:
-            recording = self._record(arguments) if self._can_record else None
-            if recording is None:
-                return self._function(*arguments)
-            self._recordings[shapes] = recording
-        return self._run(recording, arguments)
+    def __call__(self, *arguments: Any, beside: tuple[Hashable, ...] = ()) -> Any:
+        """Run the function, or its recording.
 
-    def _record(self, arguments: tuple[Any, ...]) -> _Recording | None:
+        Args:
+            beside: further arguments, which hold no tensors.
+        """
+        shapes = outline(arguments), beside
+        recording = self._recordings.get(shapes)
+        if recording is not None:
+            self._recordings.move_to_end(shapes)
+        elif shapes in self._met and self._can_record:
+            recording = self._record(arguments, beside)
+            if recording is not None:
+                self._keep(shapes, recording)
+        else:
+            self._met[shapes] = None
+            if len(self._met) > MOST_MET:
+                self._met.popitem(last=False)
+        return self._function(*arguments, *beside) if recording is None else self._run(recording, arguments)
+
+    def forget(self) -> None:
+        """Drop all recordings."""
+        self._recordings.clear()
+        self._met.clear()
+
+    def _keep(self, shapes: Hashable, recording: _Recording) -> None:
+        self._recordings[shapes] = recording
+        size = sum(one.bytes for one in self._recordings.values())
+        while len(self._recordings) > 1 and (len(self._recordings) > MOST_SHAPES or size > MOST_BYTES):
+            _, oldest = self._recordings.popitem(last=False)
+            size -= oldest.bytes
+
+    def _record(self, arguments: tuple[Any, ...], beside: tuple[Hashable, ...]) -> _Recording | None:
         given = list(tensors_in(arguments))
-        held = [tensor.clone() for tensor in given]
-        copies = iter(held)
-        own = with_tensors(arguments, lambda _: next(copies))
         try:
-            made, replay = self._recorder.record(lambda: self._function(*own))
+            with torch.inference_mode(False):  # what is made in that mode could not be written outside it
+                held = [tensor.clone() for tensor in given]
+            copies = iter(held)
+            own = with_tensors(arguments, lambda _: next(copies))
+            made, replay = self._recorder.record(lambda: self._function(*own, *beside))
+        except torch.OutOfMemoryError:
+            self.forget()
+            return None
         except RuntimeError as error:
             self._can_record = False
             reason = str(error).strip().partition("\n")[0]
             log.warning("a piece of the step cannot be recorded on this GPU, so it runs slower: %s", reason)
             return None
-        return _Recording(held, [(tensor, tensor._version) for tensor in given], replay, made)
+        return _Recording(held, [(tensor, version_of(tensor)) for tensor in given], replay, made)
 
     def _run(self, recording: _Recording, arguments: tuple[Any, ...]) -> Any:
         given = list(tensors_in(arguments))
         for index, tensor in enumerate(given):
             last, version = recording.given[index]
-            if tensor is not last or tensor._version != version:
+            now = version_of(tensor)
+            if tensor is not last or now is None or now != version:
                 recording.held[index].copy_(tensor)
-                recording.given[index] = tensor, tensor._version
+                recording.given[index] = tensor, now
         recording.replay()
         if not self._copies:
             # Other tensors of the same memory: a tensor seen again would count as unchanged, see `given`.
@@ -154,6 +193,11 @@ class Replays:
         # What is handed through is the caller's own.
         through = {id(held): tensor for held, tensor in zip(recording.held, given, strict=True)}
         return with_tensors(recording.made, lambda made: through[id(made)] if id(made) in through else made.clone())
+
+
+def version_of(tensor: Tensor) -> Version:
+    """Return a count of a tensor's changes in place; None if nobody counts them."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def outline(value: Any) -> Hashable:

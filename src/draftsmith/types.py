@@ -108,7 +108,7 @@ class Context:
         """Return the context of the same rows after a step that committed these tokens."""
         return Context(
             tokens_BT, features_BTF, counts_B, lengths_B, self.rows_B, self.temperature_B, self.seeds_B, self.first_B,
-            self.slots_B,
+            self.slots_B, self.drawn,
         )
 
     def part(self, begin: int, end: int) -> Context:

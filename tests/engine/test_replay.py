@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.drafters import draws
 from draftsmith.drafters.attention.eagle import Eagle
 from draftsmith.drafters.attention.eagle3 import Eagle3
 from draftsmith.drafters.attention.eagle_config import Eagle3Config, EagleConfig
@@ -19,6 +20,7 @@ from draftsmith.drafters.heads.medusa import MedusaDrafter
 from draftsmith.drafters.heads.medusa_config import MedusaConfig
 from draftsmith.drafters.heads.mlp import MLPSpeculator
 from draftsmith.drafters.heads.mlp_config import MLPConfig
+from draftsmith.drafters.lookup.lookup_first import LookupFirst
 from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from draftsmith.drafters.trainable.drafter import TrainableDrafter
 from draftsmith.engine import Engine
@@ -30,6 +32,12 @@ from draftsmith.targets import Target
 from draftsmith.types import SamplingParams
 from tests.helpers.recorder import OnCPU
 from tests.helpers.tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_target
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw guesses by PyTorch's operations: the native ones are for CPUs."""
+    monkeypatch.setattr(draws, "LIBRARY", False)
 
 
 class InTurns(Policy):
@@ -126,6 +134,31 @@ def test_groups_of_a_step_do_not_overwrite_each_other(drafter: str):
     for _ in range(2):
         assert [one.tokens for one in engine.generate(questions, rules)] == expected
     assert sum(recorder.replays for recorder in recorders) > 100
+
+
+@pytest.mark.parametrize("inner", ["mlp", "eagle3"])
+def test_drafters_with_parts_are_drafted_for_as_they_are(inner: str):
+    """They are not recorded, and what says which part guessed does not make more recordings of commitments."""
+    target, questions = tiny_target("llama"), [question * 2 for question in prompts(6)]
+    drafter = LookupFirst(NgramDrafter(NgramConfig(min_length=1)), heads(inner))
+    engine, recorders = replaying(target, drafter, max_batch=4)
+    rules = SamplingParams(max_tokens=24)
+    expected = [one.tokens for one in Engine(target).generate(questions, rules)]
+    for _ in range(2):
+        assert [one.tokens for one in engine.generate(questions, rules, Plan((1, 1, 1)))] == expected
+    _, commit, draft = recorders[:3]
+    assert not draft.replays and commit.replays > 80 and len(commit.computed) < 6
+
+
+def test_it_may_run_in_inference_mode():
+    target, question = tiny_target("llama"), prompts(1)[0]
+    engine, recorders = replaying(target, heads("mlp"), max_batch=1)
+    expected = greedy_reference(tiny_model("llama"), question, 20)
+    for inside in (True, False, True):
+        with torch.inference_mode(inside):
+            [found] = engine.generate([question], SamplingParams(max_tokens=20), Plan((1, 1)))
+        assert found.tokens == expected
+    assert recorders[0].replays > 10
 
 
 def test_a_replayed_greedy_text_is_the_models_own():

@@ -149,7 +149,7 @@ class Eager(Backend):
     def __init__(self, target: "Target", lacks: str = "") -> None:
         super().__init__(target)
         self.lacks = lacks
-        self._columns_S = torch.empty(0, dtype=torch.long, device=target.device)
+        self._all_S = self._columns_S = torch.empty(0, dtype=torch.long, device=target.device)
 
     def read(
         self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...], keep_logits: Tensor | None
@@ -183,9 +183,11 @@ class Eager(Backend):
     def columns(self, span: Callable[[], int]) -> Tensor | None:
         """Return 0 … S - 1."""
         count = span()
-        if len(self._columns_S) < count:
-            self._columns_S = torch.arange(2 * count, device=self.target.device)
-        return self._columns_S[:count]
+        if len(self._all_S) < count:
+            self._all_S = torch.arange(2 * count, device=self.target.device)
+        if len(self._columns_S) != count:
+            self._columns_S = self._all_S[:count]
+        return self._columns_S
 
     def batches(self, sizes: Sequence[int]) -> list[list[int]]:
         """Group texts of similar length, because they are padded to the longest."""

@@ -115,7 +115,7 @@ class Cascade(Drafter):
                 f"the plan drafts {plan.depth} tokens ahead, but a {NAME} reaches {self.max_depth}; shorten it."
             )
         if not shares_noise(plan, context):
-            context = replace(context, temperature_B=torch.zeros_like(context.temperature_B))
+            context = replace(context, temperature_B=torch.zeros_like(context.temperature_B), drawn="none")
         if context.slots_B is None:
             context = replace(context, slots_B=torch.arange(len(context.rows_B), device=context.rows_B.device))
         trees = []

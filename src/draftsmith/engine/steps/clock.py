@@ -21,9 +21,10 @@ class Clock:
 
     def stop(self) -> dict[str, float]:
         """Close the running part and return seconds by name, ready for the next round."""
-        self._marks.append(("", self._now()))
-        if self._cuda:
-            torch.cuda.synchronize()
+        last = self._now()
+        self._marks.append(("", last))
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()  # not the whole device, which other threads may be recording on
         seconds: dict[str, float] = {}
         for (name, begun), (_, ended) in zip(self._marks, self._marks[1:], strict=False):
             if isinstance(begun, float) and isinstance(ended, float):

@@ -162,9 +162,10 @@ class Stepper:
             self.follow(context, name if rows.depth else None)
         if not rows.depth and context.tokens_BT.shape[1] == 1:
             return self._roots(context)
-        span = self._runner.drafted_span(rows.longest)
-        context = replace(self.context_for(self.drafters[name], context), drawn=rows.drawn, span=span)
-        layout = self._draft[name](context, plan)
+        if context.drawn is None:
+            rows.context = context = replace(context, drawn=rows.drawn)
+        seen, span = self.context_for(self.drafters[name], context), self._runner.drafted_span(rows.longest)
+        layout = self._draft[name](seen if span is None else replace(seen, span=span), plan)
         draft = layout.draft
         if draft.tokens_BN.shape[1] > rows.max_nodes or draft.depth > rows.depth:
             raise RuntimeError(
