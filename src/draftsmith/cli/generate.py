@@ -48,8 +48,10 @@ from draftsmith.cli.plans import (
     SampledOption,
     ShapeOption,
     check_drafter,
+    named,
     read_drafts,
     read_rules,
+    refuse_without_drafter,
 )
 from draftsmith.plan import NO_DRAFT
 from draftsmith.processor import Watch
@@ -158,11 +160,10 @@ def generate(
         "--acceptance": None if acceptance == "exact" else acceptance, "--draft-rows": draft_rows,
         "--remeasure": remeasure or None,
     }
-    asked_for = " and ".join(name for name, value in drafting.items() if value is not None)
+    asked_for = named(drafting)
     if no_draft and asked_for:
         raise DraftsmithError(f"--no-draft drafts nothing; leave out {asked_for}, or --no-draft.")
-    if target is not None and drafter is None and asked_for:
-        raise DraftsmithError(f"{asked_for} is about drafts, but {target} has no drafter; add --drafter.")
+    refuse_without_drafter(asked_for, target, drafter is not None)
     if draft_rows is not None and plan is None:
         raise DraftsmithError("--draft-rows bounds a plan of your own; add --plan, or leave it out.")
     if remeasure and plan is not None:

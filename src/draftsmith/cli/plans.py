@@ -1,8 +1,9 @@
 """What the commands let their users say about drafts: shape, choice of guesses, and the rule that verifies them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -110,6 +111,17 @@ def read_rules(
         epsilon=NO_DRAFT.epsilon if epsilon is None else epsilon,
         delta=NO_DRAFT.delta if delta is None else delta,
     )
+
+
+def named(options: Mapping[str, Any]) -> str:
+    """Name the options that were given; "" for none."""
+    return " and ".join(name for name, value in options.items() if value is not None)
+
+
+def refuse_without_drafter(told: str, target: str | None, has_drafter: bool) -> None:
+    """Raise DraftsmithError for options about drafts of a target without a drafter; the embedded one has its own."""
+    if told and target is not None and not has_drafter:
+        raise DraftsmithError(f"{told} is about drafts, but {target} has no drafter; add --drafter.")
 
 
 def read_shape(shape: str) -> Plan | None:

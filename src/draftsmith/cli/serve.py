@@ -19,7 +19,7 @@ from draftsmith.cli.common import (
     importing,
     set_up,
 )
-from draftsmith.cli.plans import DRAFTS, OWN, RemeasureOption, ShapeOption, read_shape
+from draftsmith.cli.plans import DRAFTS, OWN, RemeasureOption, ShapeOption, named, read_shape, refuse_without_drafter
 from draftsmith.serving.settings import Settings
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -114,9 +114,8 @@ def serve(
         told = "--no-draft" if no_draft else "--plan"
         raise DraftsmithError(f"--remeasure finds out which drafts pay, and {told} says it; leave one of them out.")
     drafts = {"--plan": plan, "--draft-rows": draft_rows, "--remeasure": remeasure or None}
-    told = " and ".join(name for name, value in drafts.items() if value is not None)
-    if target is not None and not drafter and not no_draft and told:
-        raise DraftsmithError(f"{told} is about drafts, but {target} has no drafter; add --drafter.")
+    if not no_draft:
+        refuse_without_drafter(named(drafts), target, bool(drafter))
     if draft_rows is not None and plan is None:
         raise DraftsmithError("--draft-rows bounds a plan of your own; add --plan, or leave it out.")
     settings = Settings(

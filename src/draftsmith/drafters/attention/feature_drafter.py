@@ -174,11 +174,7 @@ class FeatureDrafter(TrainableDrafter):
 
     def ready(self, context: Context) -> Hashable | None:
         """Note where rows are; the rest of a draft needs the device alone, if it is known how long rows may be."""
-        memory = self._memory
-        if memory is None or context.span is None or self._native is not None:
-            return None
-        memory.note_rows(context)
-        return memory
+        return None if self._native is not None else RowCache.ready(self._memory, context)
 
     def _knows(self, plan: Plan) -> bool:
         """Whether the native operator can make drafts of this plan: it makes chains."""

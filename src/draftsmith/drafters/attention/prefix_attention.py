@@ -61,11 +61,7 @@ class PrefixAttention(nn.Module):
 
     def ready(self, context: Context) -> RowCache | None:
         """See `Drafter.ready`."""
-        memory = self._memory
-        if memory is None or context.span is None:
-            return None
-        memory.note_rows(context)
-        return memory
+        return RowCache.ready(self._memory, context)
 
     def forget(self, rows: list[int]) -> None:
         """Forget rows that ended."""

@@ -5,7 +5,7 @@ rows end. If the slots of a batch are consecutive, they are read as a slice, wit
 
 A drafter's `attach` makes a `RowCache`. Every step, whether it drafts or not, calls `lay_out` on its context, makes the
 layer's inputs from the returned `tokens_N` and `features_NF`, and passes them to `store`; `reset_rows` calls `forget`.
-Where the context says how long rows may be (`Context.span`), the host does its part in `note_rows`, and `lay_out` works
+Where the context says how long rows may be (`Context.span`), the host does its part in `ready`, and `lay_out` works
 on the device alone, on shapes that follow from the context's.
 Entry t of a row is the token at position t + 1 of its text, with the state that predicted it, because no state predicts
 the first token of a text. A drafter with several attending layers keeps a `RowCache` for each.
@@ -141,11 +141,18 @@ class RowCache:
         self._longest = max(self._longest, 1, int((starts_B + context.counts_B).max()))
         return starts_B
 
-    def note_rows(self, context: Context) -> None:
+    def _note_rows(self, context: Context, span: int) -> None:
         """Do the host's part of `lay_out` for a context with a span."""
-        assert context.span is not None
         self._note(context.rows_B, context.slots_B)
-        self._longest = max(self._longest, min(context.span, self.sizes[1]))
+        self._longest = max(self._longest, min(span, self.sizes[1]))
+
+    @staticmethod
+    def ready(memory: "RowCache | None", context: Context) -> "RowCache | None":
+        """Do the host's part of a draft and return the storage, see `Drafter.ready`; None where no span is told."""
+        if memory is None or context.span is None:
+            return None
+        memory._note_rows(context, context.span)
+        return memory
 
     def _lay_out_all(self, context: Context, span: int) -> NewTokens:
         """Determine the place of every column of the context; columns behind a row's root repeat the root."""
