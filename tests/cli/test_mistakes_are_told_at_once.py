@@ -131,6 +131,25 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """Words of a command line, and a part of what it says."""
 
+LATIN, BROKEN, FIELDS = "is not UTF-8 text (byte 0xe9)", "line 2, is no JSON", "line 1, has neither"
+BAD_DATA = {
+    "latin.txt": ("caf\xe9\n".encode("latin-1"), LATIN),
+    "latin.jsonl": ('{"text": "a"}\n{"text": "caf\xe9"}\n'.encode("latin-1"), LATIN),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', BROKEN),
+    "fields.jsonl": (b'{"body": "a"}\n', FIELDS),
+    "empty.txt": (b"", "empty.txt"),
+    "empty.jsonl": (b"", "empty.jsonl"),
+}
+"""Files that hold nothing to train or measure on, and a part of what is said of them."""
+READ = (
+    "train --data", "train --eval-data", "compare --data", "compare --prompts", "bench --data", "prove --data",
+    "check --data", "tune-layers --data",
+)
+CASES |= {
+    f"{words} {name}": ((*words.split(), name, "--target", "my-model"), part)
+    for words in READ for name, (_, part) in BAD_DATA.items()
+}
+
 RUN_ALL = """
 import json, sys
 from typer.testing import CliRunner
@@ -154,6 +173,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
     (place / "recipe.yaml").write_text("stage1: {stepz: 3}\n")
     (place / "wide.jsonl").write_text('{"text": "a"}', encoding="utf-16")
     (place / "table.csv").write_text("text;source")
+    for name, (content, _) in BAD_DATA.items():
+        (place / name).write_bytes(content)
     (place / "my-model").symlink_to(assets.demo_target())
     (place / "speculator").symlink_to(assets.demo_drafter())
     (place / "unknown").mkdir()

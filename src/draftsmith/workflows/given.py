@@ -7,8 +7,8 @@ from draftsmith.drafters.registry import BUILT_IN, find, meant
 from draftsmith.drafters.trainable import storage
 from draftsmith.dtypes import check_device, check_dtype
 from draftsmith.targets.loading.place import check_place
-from draftsmith.training.data.record_files import files_of, missing_file
 from draftsmith.types import DraftsmithError
+from draftsmith.workflows.comparison_texts import read_data
 from draftsmith.workflows.sources import gather_prompts
 
 
@@ -72,10 +72,6 @@ def check_prompts(path: Path | None, task: str | None = None) -> None:
 
 
 def check_texts(path: Path | None) -> None:
-    """Refuse a file or folder of training texts that does not exist, with the nearest that does."""
-    if path is None:
-        return
-    place = path.expanduser()
-    if not place.exists():
-        raise missing_file(place)
-    files_of(place)
+    """Refuse a file or folder of training texts that does not exist, with the nearest that does, or cannot be read."""
+    if path is not None:
+        read_data(path)

@@ -112,6 +112,14 @@ def check_paths(recipe: Recipe, target: str | None) -> None:
             check_vocabulary(recipe, tokens, target)
 
 
+def check_data(recipe: Recipe) -> None:
+    """Refuse data whose beginnings cannot be trained on, if the recipe trains on any, before a model is loaded."""
+    if recipe.stage2.texts is not None and not recipe.stage1.steps:
+        return
+    for section in recipe.data.sources:
+        Source(section, recipe.data.held_out_every, recipe.data.piece_characters).check()
+
+
 def told_vocabulary(folder: Path) -> int | None:
     """Return how many tokens a target has by its config.json, which need not be loaded; None if that does not say."""
     place = folder / "config.json"

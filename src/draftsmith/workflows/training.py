@@ -22,11 +22,13 @@ from draftsmith.training.overrides import keys_in
 from draftsmith.training.recipe import Recipe, check_vocabulary
 from draftsmith.training.result import TrainingResult
 from draftsmith.training.run_folder import check_same
+from draftsmith.training.sections import DataSection
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.held_out import OWN, Evaluation, Probe, settle
 from draftsmith.workflows.models import Loading, load_target, quiet
 from draftsmith.workflows.recipes import (
     DRAFTER,
+    check_data,
     check_paths,
     embedded_run,
     family_in,
@@ -140,6 +142,7 @@ def train(
     chosen = [*named(target, data, family, init_from, out), *overrides]
     chosen += final_rates(overrides) if starts else []
     asked, shown, kept = evaluation or Evaluation(), console or quiet(), None
+    looked_at: list[DataSection] = []
 
     def check(planned: Recipe) -> None:
         check_paths(planned, None if wrapped is not None else planned.target.name)
@@ -152,6 +155,9 @@ def train(
             checkpoints.check_found(resume)
         if asked.prompts is not None:
             gather_prompts(asked.prompts)
+        if planned.data not in looked_at:  # the settled recipe nearly always has the data of the planned one
+            check_data(planned)
+            looked_at.append(planned.data)
 
     if recipe is None:
         start = starter_recipe(family_in(family, overrides)) if another else embedded_run()

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from draftsmith.training.data.split import Split, find_split
 from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
 
+LOOKED_AT = 2000
+"""So many pieces of a source are read before a model is loaded: most mistakes are in all records, or in the first."""
 EMPTY, HELD_OUT, HELD_OUT_END = "empty", "held out", "held out at its end"
 NOT_UTF8 = "not in UTF-8"
 
@@ -153,6 +156,16 @@ class Source:
                 yield piece
         if not seen and not self.held_out:
             raise self._nothing()
+
+    def check(self) -> None:
+        """Read the beginning of the documents, if they are on this machine.
+
+        Raises:
+            DraftsmithError: a record that cannot be read, or a source without a document to train on.
+        """
+        if self.section.name is None:
+            for _ in islice(self.pieces(), LOOKED_AT):
+                pass
 
     def _nothing(self) -> DraftsmithError:
         """Return the error for a source without a document to train on."""
