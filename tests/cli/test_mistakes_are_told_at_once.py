@@ -110,7 +110,7 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
         ("train", "--target", "my-model", "drafter.draft_vocab_size=99999"), "drafter.draft_vocab_size is 99999, more"
     ),
     "train, another encoding": (("train", "--target", "my-model", "--data", "wide.jsonl"), "is UTF-16 instead"),
-    "train, columns": (("train", "--target", "my-model", "--data", "table.csv"), "write ',' between them"),
+    "train, columns": (("train", "--target", "my-model", "--data", "table.csv"), "with the columns body, source; name"),
     "train, threads": (("train", "--threads", "0"), "--threads is 0"),
     "doctor, result": (("doctor", "--json", "file/x.json"), "cannot be written"),
     "demo, target": (("demo", "--target", "./absent"), FOLDER),
@@ -172,7 +172,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
     (place / "file").touch()
     (place / "recipe.yaml").write_text("stage1: {stepz: 3}\n")
     (place / "wide.jsonl").write_text('{"text": "a"}', encoding="utf-16")
-    (place / "table.csv").write_text("text;source")
+    (place / "table.csv").write_text("body;source")
     for name, (content, _) in BAD_DATA.items():
         (place / name).write_bytes(content)
     (place / "my-model").symlink_to(assets.demo_target())

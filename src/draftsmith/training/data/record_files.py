@@ -20,12 +20,12 @@ from draftsmith.types import DraftsmithError
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".ndjson")
 TABLES = {".csv": ",", ".tsv": "\t"}
-"""The endings of tables, with what stands between their columns."""
+"""The endings of tables, with what most often stands between their columns."""
 COLUMNS = ("text", "prompt")
 """A table whose first line names one of these columns has a record a line; any other is a text."""
 LONGEST_FIELD = 2**31 - 1
 SEPARATORS = (",", ";", "\t", "|")
-"""What may stand between the columns of a table that is named by another ending."""
+"""What may stand between the columns of a table: where a comma is in numbers, programs write `;` into a .csv file."""
 LOOKED_AT = 8192
 """Number of bytes at a file's beginning that decide whether it is text."""
 
@@ -43,9 +43,8 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
             raise DraftsmithError(
                 f"{path} is no text; give text in UTF-8, {', '.join([*JSON_LINES, *TABLES])} or .parquet, or unpack it."
             )
-        names = _columns(path) if path.suffix in TABLES else []
-        if path.suffix in TABLES and not any(name in COLUMNS for name in names):
-            raise _no_texts(path, names)
+        if path.suffix in TABLES and _separator(path) is None:
+            raise _no_texts(path)
         return [path], Counter()
     files, left_out = [], Counter[str]()
     for file in sorted(path.rglob("*")):
@@ -113,8 +112,8 @@ def records_in(file: Path, alone: bool = True) -> Iterator[Located]:
         return json_lines(_lines(file), file)
     if file.suffix == ".parquet":
         return _parquet(file)
-    if file.suffix in TABLES and any(name in COLUMNS for name in _columns(file)):
-        return _table(file)
+    if file.suffix in TABLES and (separator := _separator(file)) is not None:
+        return _table(file, separator)
     text = read_text(file)
     records = records_of(text, file, alone) if file.suffix == ".json" else None
     return iter([({"text": text}, str(file))]) if records is None else records
@@ -183,33 +182,36 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _columns(path: Path, separator: str | None = None) -> list[str]:
+def _columns(path: Path, separator: str) -> list[str]:
     """Return the names in the first line of a table."""
     try:
         with path.open(encoding=ENCODING, errors="replace", newline="") as lines, _long_fields():
-            return next(csv.reader(lines, delimiter=separator or TABLES[path.suffix]), [])
+            return next(csv.reader(lines, delimiter=separator), [])
     except csv.Error:
         return []
 
 
-def _no_texts(path: Path, names: list[str]) -> DraftsmithError:
+def _ways(path: Path) -> dict[str, list[str]]:
+    """Return the names of a table's columns by what may stand between them, what its ending says first."""
+    return {separator: _columns(path, separator) for separator in (TABLES[path.suffix], *SEPARATORS)}
+
+
+def _separator(path: Path) -> str | None:
+    """Return what stands between the columns of a table; None if it has no column of texts."""
+    return next((way for way, names in _ways(path).items() if any(name in COLUMNS for name in names)), None)
+
+
+def _no_texts(path: Path) -> DraftsmithError:
     """Return the error for a table whose first line names no column of texts."""
-    own = TABLES[path.suffix]
-    name_it = "name the one with the texts `text`, or two of them `prompt` and `completion`, in its first line"
-    ways = {separator: _columns(path, separator) for separator in SEPARATORS if separator != own}
-    known = {separator: any(name in COLUMNS for name in found) for separator, found in ways.items()}
-    other = max(ways, key=lambda separator: (known[separator], len(ways[separator])))
-    if known[other] or len(ways[other]) > len(names):
-        return DraftsmithError(
-            f"{path} seems to have {other!r} between its columns ({names_in_words(ways[other])}), but a {path.suffix} "
-            f"file has {own!r}; write {own!r} between them{'' if known[other] else f', and {name_it}'}."
-        )
-    return DraftsmithError(f"{path} is a table with the columns {names_in_words(names)}; {name_it}.")
+    return DraftsmithError(
+        f"{path} is a table with the columns {names_in_words(max(_ways(path).values(), key=len))}; name the one with "
+        "the texts `text`, or two of them `prompt` and `completion`, in its first line."
+    )
 
 
-def _table(path: Path) -> Iterator[Located]:
+def _table(path: Path, separator: str) -> Iterator[Located]:
     with path.open(encoding=ENCODING, newline="") as lines:
-        rows = csv.DictReader(lines, delimiter=TABLES[path.suffix], strict=True)
+        rows = csv.DictReader(lines, delimiter=separator, strict=True)
         while True:
             with _long_fields():
                 try:
