@@ -140,6 +140,8 @@ def test_a_small_language_model_is_a_draft_model(tmp_path: Path, place: Path, ta
     config, _ = written(result.folder)
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert result.settings["method"] == "draft_model" and result.settings["num_speculative_tokens"] == 7
+    own = draftsmith.export(saved(tmp_path / "own", "small-lm", target, guesses=3), place, out=tmp_path / "written")
+    assert own.settings["num_speculative_tokens"] == 3
 
 
 REFUSED = {

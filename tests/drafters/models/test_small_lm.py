@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.drafters.models.model_drafter import DraftModel
 from draftsmith.drafters.models.small_lm import SmallLM
 from draftsmith.drafters.registry import family_named, load_drafter
+from draftsmith.drafters.trainable import storage
 from draftsmith.engine import Engine
 from draftsmith.plan import Plan
 from draftsmith.types import DraftsmithError, SamplingParams
@@ -58,11 +59,27 @@ def test_trains_resumes_and_is_a_transformers_folder(tmp_path: Path):
     losses = [record["loss"] for record in records if "loss" in record]
     assert losses[29] < 0.8 * losses[0]
     drafter = load_drafter(result.drafter, toy.target())
-    assert isinstance(drafter, DraftModel)
+    assert isinstance(drafter, DraftModel) and drafter.default_plan() == Plan((1, 1))
     theirs = AutoModelForCausalLM.from_pretrained(result.drafter)
     ours = SmallLM.from_pretrained(result.drafter, toy.target())
     tokens_BT = torch.tensor([[1, 2, 3, 4]])
     torch.testing.assert_close(theirs(tokens_BT).logits, ours.lm.float()(tokens_BT).logits)
+    assert ours.max_depth == 2, "it trains on as it was trained"
+
+
+def test_how_many_tokens_it_drafts_is_kept(tmp_path: Path):
+    folder = tmp_path / "drafter"
+    make(guesses=7).save_pretrained(folder, tiny_target().facts())
+    assert load_drafter(folder, tiny_target()).default_plan() == Plan((1,) * 7)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("guesses") == 7
+    (folder / storage.MANIFEST).unlink()  # the folder is as another program writes it
+    path.write_text(json.dumps(config))
+    assert load_drafter(folder, tiny_target()).default_plan() == Plan((1,) * 4)
+    path.write_text(json.dumps({**config, "guesses": 999}))
+    with pytest.raises(DraftsmithError, match=r"config.json: guesses is 999; use at most 128"):
+        load_drafter(folder, tiny_target())
 
 
 def test_mistakes_are_named():

@@ -16,8 +16,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.drafters.base import Drafter
-from draftsmith.drafters.models.draft_model import draft_with
-from draftsmith.drafters.models.small_lm_config import DRAWN, SmallLMConfig, is_llama
+from draftsmith.drafters.models.draft_model import draft_with, make_draft_model
+from draftsmith.drafters.models.draft_model_config import DraftModelConfig
+from draftsmith.drafters.models.model_drafter import DraftModel
+from draftsmith.drafters.models.small_lm_config import DRAWN, SmallLMConfig, guesses_told, is_llama
+from draftsmith.drafters.trainable import storage
 from draftsmith.drafters.trainable.batch import TrainingBatch
 from draftsmith.drafters.trainable.model import TrainableModel, check_target
 from draftsmith.dtypes import cast_parameters
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     from draftsmith.targets import Target
 
 HEAD_WIDTH = 64
+
+
 class SmallLM(TrainableModel):
     """The model while it learns; `for_decoding` turns it into a draft model."""
 
@@ -72,8 +77,8 @@ class SmallLM(TrainableModel):
         return loss.unsqueeze(0), accuracy.unsqueeze(0)
 
     def describe(self) -> dict[str, Any]:
-        """Return the config.json of transformers."""
-        return {**self.lm.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+        """Return the config.json of transformers, with the number of tokens to draft, which transformers ignores."""
+        return {**self.lm.config.to_dict(), "architectures": ["LlamaForCausalLM"], "guesses": self.config.guesses}
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any]) -> bool:
@@ -88,10 +93,9 @@ class SmallLM(TrainableModel):
         llama = LlamaConfig.from_dict(dict(config))
         if target is not None:
             check_target(origin.parent, {"vocab_size": llama.vocab_size}, target.facts())
-        told = SmallLMConfig(
-            vocab_size=llama.vocab_size, layers=llama.num_hidden_layers, width=llama.hidden_size
-        )
-        return cls(told, llama)
+        sizes = {"layers": llama.num_hidden_layers, "width": llama.hidden_size}
+        told = SmallLMConfig.read(sizes | guesses_told(config), f"{origin}: ")
+        return cls(told.changed(vocab_size=llama.vocab_size), llama)
 
     def sizes(self) -> dict[str, Any]:
         """Return the settings that may differ between models of the same shapes and change what they compute."""
@@ -132,3 +136,10 @@ def make_small_lm(config: SmallLMConfig, target: "Target", draft_tokens: Tensor 
             made.lm.model.embed_tokens.weight.copy_(target.embedding_weight_VF[: target.vocab_size])
             made.lm.lm_head.weight.copy_(target.head_weight_VF)
     return made
+
+
+def load_small_lm(folder: Path, target: "Target") -> DraftModel:
+    """Load one as a draft model, which drafts as many tokens as it was trained and measured with."""
+    origin = storage.standing(folder) / "config.json"
+    values = {"path": str(folder), **guesses_told(storage.read_json(origin))}
+    return make_draft_model(DraftModelConfig.read(values, f"{origin}: "), target, None)

@@ -7,13 +7,11 @@ from pydantic import Field
 
 from draftsmith.drafters.config import FREE, Count, Size, TrainedConfig
 from draftsmith.drafters.family import Compared, Family, later
-from draftsmith.drafters.vllm import VllmForm, unchanged
+from draftsmith.drafters.models.depth import MAX_DEPTH
+from draftsmith.drafters.vllm import Published, VllmForm, unchanged
 
 DRAWN = 0.02
 """The standard deviation of new weights, as Llama's config has it."""
-
-
-GUESSES = 4
 
 
 class SmallLMConfig(TrainedConfig):
@@ -23,7 +21,9 @@ class SmallLMConfig(TrainedConfig):
     width: Size = Field(
         default=0, description="width of the states, a multiple of 64 or an even number below it; 0 takes the target's"
     )
-    guesses: Count = Field(default=GUESSES, description="tokens that are drafted, as a chain")
+    guesses: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = Field(
+        default=4, description="tokens that are drafted, as a chain"
+    )
     init_from_target: bool = Field(
         default=True, description="start embedding and head as the target's, where the widths agree; false draws them"
     )
@@ -42,13 +42,23 @@ def trained_here(config: Mapping[str, Any]) -> bool:
     return "draftsmith" in config and is_llama(config)
 
 
+def guesses_told(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option `guesses` that a config.json names; {} for one that a program other than ours wrote."""
+    return {"guesses": config["guesses"]} if "guesses" in config else {}
+
+
+def guesses_of(drafter: Published) -> int:
+    """Return how many tokens it was made to draft."""
+    return SmallLMConfig.read(guesses_told(drafter.config)).guesses
+
+
 MODULE = "draftsmith.drafters.models.small_lm"
 FAMILY = Family(
     "small-lm", "a small Llama with the target's vocabulary, trained here, drafts as a draft model (arXiv:2310.08461)",
-    SmallLMConfig, later(f"{MODULE}:make_small_lm"), later("draftsmith.drafters.models.draft_model:load_draft_model"),
+    SmallLMConfig, later(f"{MODULE}:make_small_lm"), later(f"{MODULE}:load_small_lm"),
     trained_here, trainable=True, reopen=later(f"{MODULE}:SmallLM.from_pretrained"),
     compared=Compared(
         options={"draft_vocab_size": 0}, starts={"init_from_target": (True, False), "init_width": (1.0, 0.5, 2.0)}
     ),
-    vllm=VllmForm("draft_model", unchanged, lambda drafter: GUESSES), is_model=True,
+    vllm=VllmForm("draft_model", unchanged, guesses_of), is_model=True,
 )
