@@ -11,8 +11,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
     ("memory", "replays", "types"),
-    ("constraints", "files", "system", "text_files", "user_cache"),
-    ("assets", "dtypes", "native", "plan", "processor", "provenance"),
+    ("files", "patterns", "system", "text_files", "user_cache"),
+    ("assets", "constraints", "dtypes", "native", "plan", "processor", "provenance"),
     ("targets", "verify", "grammar_process"),
     ("drafters",),
     ("engine",),

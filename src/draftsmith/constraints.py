@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from draftsmith.patterns import check_in_json, read_pattern
 from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
 
 
@@ -132,12 +133,18 @@ def check_schema(text: str) -> str:
         raise DraftsmithError(f"the JSON schema is not JSON ({error}); use numbers that are finite.") from error
 
 
-def check_pattern(pattern: str, name: str = "the regular expression") -> None:
-    """Raise DraftsmithError for a pattern that is too long or too deep, or has too many repetitions."""
+def check_pattern(pattern: str, name: str = "the regular expression") -> list[str]:
+    """Return the tokens of a pattern.
+
+    Raises:
+        DraftsmithError: for a pattern that is too long or too deep, has too many repetitions, or would be compiled to
+            something else than it says.
+    """
     if len(pattern) > MOST_PATTERN:
         raise DraftsmithError(f"{name} has {len(pattern)} characters; it may have {MOST_PATTERN}.")
     check_depth(pattern, name)
     check_repeats(pattern, name)
+    return read_pattern(pattern, name)
 
 
 def check_depth(text: str, name: str) -> None:
@@ -189,9 +196,9 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
     if len(given) > 1:
         raise DraftsmithError(f"{name} has {' and '.join(given)}, of which only one can be kept; leave the others out.")
     if isinstance(schema.get("pattern"), str):
-        check_pattern(schema["pattern"], f"the pattern of {name}")
+        check_in_json(check_pattern(schema["pattern"], f"the pattern of {name}"), f"the pattern of {name}")
     for pattern in schema.get("patternProperties", ()):
-        check_pattern(pattern, f"a pattern of {name}")
+        check_in_json(check_pattern(pattern, f"a pattern of {name}"), f"a pattern of {name}")
     for key in _COUNTS:
         count = schema.get(key, 0)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_REPEATS:

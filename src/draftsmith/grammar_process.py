@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, NoReturn
 
 from draftsmith.constraints import choices_in
+from draftsmith.patterns import of_lines
 from draftsmith.types import Constraint
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def compile_with(compiler: "GrammarCompiler", constraint: Constraint) -> "Compil
             return compiler.compile_grammar(_json_grammar(ANY_OBJECT, strict=False))
         case "regex":
             # xgrammar does not accept literal line ends in a pattern.
-            return compiler.compile_regex(_LINE_END.sub(lambda end: repr(end[0])[1:-1], constraint.text))
+            return compiler.compile_regex(_LINE_END.sub(lambda end: repr(end[0])[1:-1], of_lines(constraint.text)))
         case "grammar":
             return compiler.compile_grammar(constraint.text)
         case "choice":

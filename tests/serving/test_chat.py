@@ -104,6 +104,12 @@ def test_an_answer_may_be_as_long_as_the_context():
     assert ask(max_tokens=None, max_completion_tokens=5)["usage"]["completion_tokens"] == 5
 
 
+def test_a_limit_is_refused_by_the_name_that_the_request_gave_it():
+    for name in ("max_tokens", "max_completion_tokens"):
+        error = post(PATH, {"messages": ASKED, name: 0}).json()["error"]
+        assert error["param"] == name and error["message"].startswith(f"{name} is 0;")
+
+
 def test_log_probabilities():
     own = plainly(WRITTEN, max_tokens=12, logprobs=2)
     assert own.logprobs is not None

@@ -287,6 +287,39 @@ def test_tools_and_earlier_calls_reach_the_template():
     assert response.json()["choices"][0]["message"]["content"] == plainly(written, max_tokens=12).text
 
 
+OF_ITEMS = (
+    "{% for message in messages %}{{ message.content }}{% for call in message.tool_calls or [] %}"
+    "({{ call.function.name }}{% for name, value in call.function.arguments | items %} {{ name }}={{ value }}"
+    "{% endfor %}){% endfor %}{% endfor %}"
+)
+
+
+def with_a_call(call: dict[str, Any]) -> httpx.Response:
+    """Return the answer behind a call, of a target whose template goes through the arguments of calls."""
+    messages = [{"role": "user", "content": "and?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = {"model": NAME, "messages": messages, "max_tokens": 12, "temperature": 0}
+    return post(CHAT, body, make_service(of=target(OF_ITEMS)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [({"arguments": ""}, "(clock)"), ({"arguments": None}, "(clock)"), ({}, "(clock)"),
+     ({"arguments": '{"a": 1}'}, "(clock a=1)"), ({"arguments": {"a": 1}}, "(clock a=1)")],
+)
+def test_a_call_without_arguments_is_shown_with_none(arguments: dict[str, Any], written: str):
+    response = with_a_call({"id": "1", "type": "function", "function": {"name": "clock", **arguments}})
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["content"] == plainly(f"and?{written}", max_tokens=12).text
+
+
+@pytest.mark.parametrize(
+    "function", [{}, {"function": None}, {"function": {"arguments": "{}"}}, {"custom": {"name": "x"}}]
+)
+def test_a_call_that_names_no_function_is_the_clients_mistake(function: dict[str, Any]):
+    error = with_a_call({"id": "1", **function}).json()["error"]
+    assert error["param"] == "messages" and error["message"].startswith("message 1 has a tool call without the name")
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_marked_calls_are_read_however_they_come(size: int):
     whole = (

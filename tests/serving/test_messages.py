@@ -15,6 +15,8 @@ BODY: dict[str, Any] = {
     "temperature": 0,
 }
 
+YES_OR_NO = {"type": "json_schema", "schema": {"enum": ["yes", "no"]}}
+
 
 def events_of(text: str) -> list[Any]:
     found = []
@@ -94,6 +96,23 @@ def test_parts_of_a_content_and_counting():
     assert post(f"{PATH}/count_tokens", counted).json() == {"input_tokens": len(WRITTEN)}
 
 
+@pytest.mark.parametrize("field", [{"output_config": {"format": YES_OR_NO}}, {"output_format": YES_OR_NO}])
+def test_an_answer_follows_the_schema_that_is_asked_for(field: dict[str, Any]):
+    body = {**BODY, **field}
+    told = post(PATH, body).json()
+    (block,) = told["content"]
+    assert json.loads(block["text"]) in ("yes", "no") and told["stop_reason"] == "end_turn"
+    events = events_of(post(PATH, {**body, "stream": True}).text)
+    assert "".join(one["delta"]["text"] for one in events if one["type"] == "content_block_delta") == block["text"]
+    counted = {name: body[name] for name in ("model", "messages", "system", *field)}
+    assert post(f"{PATH}/count_tokens", counted).json() == {"input_tokens": len(WRITTEN)}
+
+
+def test_an_effort_alone_asks_for_no_form():
+    told = post(PATH, {**BODY, "output_config": {"effort": "low"}}).json()
+    assert told["content"] == post(PATH, BODY).json()["content"]
+
+
 @pytest.mark.parametrize(
     ("change", "status", "kind"),
     [
@@ -103,6 +122,9 @@ def test_parts_of_a_content_and_counting():
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "invalid_request_error"),
         ({"max_tokens": 10**12}, 400, "invalid_request_error"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 400, "invalid_request_error"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, 400, "invalid_request_error"),
+        ({"output_config": {"format": {"type": "xml", "schema": {}}}}, 400, "invalid_request_error"),
+        ({"output_config": {"format": YES_OR_NO}, "output_format": YES_OR_NO}, 400, "invalid_request_error"),
     ],
 )
 def test_errors_have_anthropics_form(change: dict[str, Any], status: int, kind: str):

@@ -64,6 +64,11 @@ async def chat(request: Request, service: Service, key: str) -> Response:
         )
     service.check_room(prompt, 1, "messages")
     asked = fields.max_completion_tokens if fields.max_completion_tokens is not None else fields.max_tokens
+    if fields.max_completion_tokens is not None and fields.max_completion_tokens < 1:
+        # The engine would blame max_tokens, which the request need not have.
+        raise bad(
+            f"max_completion_tokens is {fields.max_completion_tokens}; it must be at least 1.", "max_completion_tokens"
+        )
     # Where the request sets no limit, an answer may be as long as the context allows.
     most = service.max_length - len(prompt) if asked is None else asked
     params = sampling_params(fields, settings, form, most, (top or 0) if fields.logprobs else None)

@@ -3,9 +3,20 @@
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from pydantic import Field
+
 from draftsmith.serving.body import Fields, Flag, Several
 from draftsmith.serving.errors import bad
-from draftsmith.serving.openai_fields import ChatFields, Function, Message, Speculation, TextPart, Tool
+from draftsmith.serving.openai_fields import (
+    ChatFields,
+    Function,
+    JsonSchema,
+    Message,
+    ResponseFormat,
+    Speculation,
+    TextPart,
+    Tool,
+)
 from draftsmith.serving.prompts import given_text, plain_text
 
 
@@ -46,6 +57,19 @@ class ToolChoice(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputFormat(Fields):
+    """A schema that the answer follows."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    """How the answer is to be written; of this only its form is read."""
+
+    format: OutputFormat | None = None
+
+
 class CountFields(Fields):
     """The body of `/v1/messages/count_tokens`."""
 
@@ -54,6 +78,9 @@ class CountFields(Fields):
     system: str | Several[TextPart] | None = None
     tools: Several[ToolDefinition] | None = None
     tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """What `output_config.format` was called while Anthropic was trying it."""
 
 
 class MessageFields(CountFields):
@@ -75,7 +102,8 @@ def as_chat(fields: CountFields) -> ChatFields:
     """Return the conversation and its tools in OpenAI's form.
 
     Raises:
-        ApiError: 400 for parts that are neither text nor tool use, and for tools that the client does not run itself.
+        ApiError: 400 for parts that are neither text nor tool use, for tools that the client does not run itself, and
+            for two forms at once.
     """
     messages: list[Message] = []
     if fields.system is not None:
@@ -88,6 +116,7 @@ def as_chat(fields: CountFields) -> ChatFields:
     return ChatFields(
         messages=messages, tools=[_tool(one) for one in fields.tools or ()] or None, tool_choice=_choice(choice),
         parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        response_format=_format(fields),
         # The answer continues a conversation's last message if that is the assistant's.
         continue_final_message=last is not None and last.role == "assistant" and not last.tool_calls,
     )
@@ -105,6 +134,17 @@ def _tool(given: ToolDefinition) -> Tool:
         type="function",
         function=Function(name=given.name, description=given.description, parameters=given.input_schema),
     )
+
+
+def _format(fields: CountFields) -> ResponseFormat | None:
+    """Return the schema that the answer is to follow, as OpenAI's `response_format`."""
+    new = None if fields.output_config is None else fields.output_config.format
+    if new is not None and fields.output_format is not None:
+        raise bad("output_config and output_format both ask for a form; leave output_format out.", "output_format")
+    asked = new or fields.output_format
+    if asked is None:
+        return None
+    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema=asked.json_schema))
 
 
 def _choice(given: ToolChoice | None) -> Any:

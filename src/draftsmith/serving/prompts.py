@@ -224,20 +224,33 @@ def as_plain(message: Message, number: int) -> dict[str, Any]:
         if value is not None:
             plain[name] = value
     if message.tool_calls:
-        plain["tool_calls"] = [with_arguments(call) for call in message.tool_calls]
+        plain["tool_calls"] = [with_arguments(call, number) for call in message.tool_calls]
     return plain
 
 
-def with_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, as templates want them; clients send JSON text."""
+def with_arguments(call: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object, as templates want them; clients send JSON text.
+
+    Args:
+        number: the place of its message, for errors.
+
+    Raises:
+        ApiError: 400 for a call that names no function. The template would stop at it and be blamed.
+    """
     function = call.get("function")
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(function, dict) or not isinstance(arguments, str):
-        return dict(call)
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return dict(call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise bad(
+            f"message {number} has a tool call without the name of a function; give its function with name and "
+            "arguments.", "messages",
+        )
+    arguments = function.get("arguments")
+    # Of a call without arguments some clients send nothing instead of an empty object.
+    found = {} if arguments in (None, "") else arguments
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError):
+            return dict(call)
     return {**call, "function": {**function, "arguments": found}}
 
 

@@ -114,7 +114,7 @@ class Service:
             raise ApiError(503, "the server is about to end; ask another one.", retry_after=WAIT_S)
         # A request that is alone may be larger than the queue.
         if self.inside and self.inside + texts > self.most:
-            raise full(f"{self.inside} texts are in")
+            raise full(f"{self.inside} texts are in, {texts} more are asked for, and {self.most} have room")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served."""
