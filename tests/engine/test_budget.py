@@ -105,6 +105,40 @@ def test_what_is_shared_out_is_nearly_the_best_of_all(seed: int):
     assert found.shared_out(wishes).price >= 0.95 * best
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_drafter_takes_once_for_all_rows_is_shared_out_among_them(seed: int):
+    """Against all ways of giving four rows one of four plans, the last of which makes now more and now fewer guesses.
+
+    A copy of the target reads its weights once for every guess of a step, for one row as for four.
+    """
+    rng, found, wishes = random.Random(seed), budget(4), list[Wish]()
+    alone, each = rng.uniform(0.1, 0.4), rng.uniform(0.01, 0.1)
+    depths, guesses, varying = (0, 1, 4, 9), [0.0, 1.0, 4.0, 0.0], [0.0, 0.0, 0.0, 7.0]
+    begun, drafting = [depth * alone for depth in depths], [depth * each for depth in depths]
+    alike = [0.25 + (took + 4 * more) / 4 for took, more in zip(begun, drafting, strict=True)]
+    for _ in range(4):
+        stay = rng.uniform(0.5, 0.99)
+        brings = [1 + sum(stay ** (at + 1) for at in range(depth)) for depth in depths]
+        wishes.append(Wish(Plans(brings, guesses, varying, alike, drafting, begun), 0))
+
+    def speed(taken: Sequence[int]) -> float:
+        tokens = sum(wish.plans.brings[plan] for wish, plan in zip(wishes, taken, strict=True))
+        verified_s = found.step_s(sum(guesses[plan] for plan in taken), sum(varying[plan] for plan in taken))
+        return tokens / (verified_s + sum(drafting[plan] for plan in taken) + sum(begun[plan] for plan in set(taken)))
+
+    best = max(map(speed, itertools.product(range(4), repeat=4)))
+    shares = found.shared_out(wishes)
+    assert shares.price == pytest.approx(speed(shares.plans)) and shares.price >= 0.95 * best
+
+
+def test_rows_go_on_as_before_unless_other_plans_are_clearly_faster():
+    found = budget(4, WidthCost((1, 2), (1.0, 1.0)))
+    for faster, changed in ((1.01, False), (1.1, True)):
+        some = plans(found, [ALONE, arm(1, 0.9), arm(1, 0.9)], [1.0, 1.9, 1.9 * faster])
+        shares = found.shared_out([Wish(some, 1)] * 4)
+        assert shares.plans == [1 + changed] * 4
+
+
 def test_without_widths_a_guess_costs_what_its_plan_says():
     arms = [ALONE, Arm(Plan((1, 1)), (0.9, 0.8), (1.2, 1.2, 1.4, 1.4, 1.4))]
     found = budget(4, WidthCost((1, 2), (1.0, 1.0)))

@@ -20,6 +20,8 @@ from draftsmith.engine.profile import WidthCost
 KEPT = 1.1
 """Guesses of the plan that a row took last count this many times when it is decided whose are taken first, so that
 equal rows do not take turns."""
+STAYS = 1.02
+"""Rows go on as before unless other plans make all of them together this many times as fast."""
 FEWEST = 1e-6
 """No plan counts as making fewer guesses than this more than another, so that there is something to divide by."""
 
@@ -157,13 +159,47 @@ class Budget:
         """
         found, price = [0] * len(wishes), self.rows / self.step_s(0.0)
         for _ in range(2):  # what drafters cost is weighed by the price, which is known only then
-            found, price = self._taken_in_order(wishes, price)
+            found, price = max(
+                self._taken_in_order(wishes, price), self._with_one_plan(wishes, price), key=lambda each: each[1]
+            )
+        before = Step(self, wishes, [wish.taken for wish in wishes])
+        if price <= STAYS * before.speed:
+            found, price = before.plans, before.speed
         return Shares(self, wishes, found, price)
 
     def with_held_only(self, wishes: Sequence[Wish]) -> "Shares":
         """Return plans with which only those rows draft that do so in any case."""
         step = Step(self, wishes, [wish.taken if wish.held else 0 for wish in wishes])
         return Shares(self, wishes, step.plans, step.speed)
+
+    def _with_one_plan(self, wishes: Sequence[Wish], price: float) -> tuple[list[int], float]:
+        """Return the best of the choices in which all rows that draft anew do so by one plan, and its tokens a second.
+
+        What a drafter takes once, for one row as for many, is worth it only for many.
+        """
+        alike: dict[int, list[int]] = {}
+        for row, wish in enumerate(wishes):
+            if not wish.held:
+                alike.setdefault(id(wish.plans), []).append(row)
+        held = Step(self, wishes, [wish.taken if wish.held else 0 for wish in wishes])
+        speed, best, drafting = held.speed, 0, list[list[int]]()
+        kinds = [(wishes[rows[0]].plans, rows) for rows in alike.values()]
+        for arm in range(1, len(wishes[0].plans.brings) if wishes else 1):
+            def gain(kind: tuple[Plans, list[int]], arm: int = arm) -> float:
+                return kind[0].brings[arm] - kind[0].brings[0] - price * kind[0].drafting[arm]
+
+            own = held.copy()
+            taking = list[list[int]]()
+            for plans, rows in sorted(kinds, key=gain, reverse=True):
+                own.take_alike(plans, arm, len(rows))
+                taking.append(rows)
+                if own.speed > speed:
+                    speed, best, drafting = own.speed, arm, taking.copy()
+        found = held.plans
+        for rows in drafting:
+            for row in rows:
+                found[row] = best
+        return found, speed
 
     def _taken_in_order(self, wishes: Sequence[Wish], price: float) -> tuple[list[int], float]:
         offered, paths = list[tuple[float, int, int]](), dict[tuple[int, int], list[tuple[float, int]]]()
@@ -233,6 +269,21 @@ class Step:
             self._add(self._wishes[row].plans, arm, 1)
             self.plans[row] = arm
 
+    def copy(self) -> "Step":
+        """Return the same, to be changed by itself, but for the plans of the rows."""
+        other = Step(self._budget, (), ())
+        other.plans, other.guesses, other.varying = self.plans, self.guesses, self.varying
+        other._counts, other._begun = self._counts.copy(), self._begun.copy()
+        other._tokens, other._drafting_s = self._tokens, self._drafting_s
+        return other
+
+    def take_alike(self, plans: Plans, arm: int, rows: int) -> None:
+        """Count a plan for so many rows that drafted nothing; `plans` of the rows stay as they are."""
+        self._counts[0] -= rows
+        self._counts[arm] += rows
+        self._add(plans, 0, -rows)
+        self._add(plans, arm, rows)
+
     def others(self, row: int) -> list[int]:
         """Return the plans that other rows have."""
         own = self.plans[row]
@@ -292,7 +343,7 @@ class Shares:
         """Note the plan that a row takes."""
         self._step.take(row, plan)
 
-    def beats(self, other: "Shares", patience: float, lost: float = 1.0) -> bool:
+    def beats(self, other: "Shares", patience: float) -> bool:
         """Return whether decoding is enough faster than with other plans, with which fewer rows draft.
 
         A drafter's weights are read for all rows or for none, so each row may gain beside the others while all of them
@@ -300,10 +351,9 @@ class Shares:
 
         Args:
             patience: how many times as fast it has to be if all rows begin to draft, and less accordingly if few do.
-            lost: how many times less it gains because rows end apart.
         """
         began = sum(at > 0 for at in self.plans) - sum(at > 0 for at in other.plans)
-        return self.price > other.price * lost * (1 + (patience - 1) * began / self._budget.rows)
+        return self.price > other.price * (1 + (patience - 1) * began / self._budget.rows)
 
     @property
     def plans(self) -> Sequence[int]:

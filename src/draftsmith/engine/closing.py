@@ -1,23 +1,28 @@
-"""What drafts gain for a batch in which no row takes the place of one that has ended.
+"""What drafts bring a batch in which no row takes the place of one that has ended.
 
 The rows of one call, with no other request in the engine, all begin together, and the call is over when the last of
 them is. Guesses bring some rows more than others, so with drafts the rows end apart, and the last ones decode in steps
-that are hardly cheaper for being of fewer rows. So drafts have to gain more than they would in a full batch.
+that are hardly cheaper for being of fewer rows. So what counts is not the mean of what a step brings, but how much
+sooner the last row ends.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from statistics import NormalDist
 
+from draftsmith.engine.apart import moved
+from draftsmith.engine.arm import Times
+from draftsmith.engine.evidence import RowEvidence, Stand
+from draftsmith.engine.expected import Expected
+from draftsmith.engine.learnt import Learnt
+from draftsmith.engine.pace import Pace
 from draftsmith.engine.policy import Load, RowHistory
+from draftsmith.engine.step_costs import StepCosts
 
 END_S = 0.0005
 """About how many seconds it costs that a row ends by itself and not together with others: those that are left are put
 together anew, and decode in a smaller batch, whose steps are hardly cheaper."""
-SPREAD = 0.3
-"""How far apart texts of one kind are taken to be in the number of guesses that stay: the standard deviation, relative
-to the mean."""
 
 
 def is_closing(load: Load, rows: Sequence[RowHistory]) -> bool:
@@ -27,21 +32,81 @@ def is_closing(load: Load, rows: Sequence[RowHistory]) -> bool:
     return alone and call is not None and all(row.call is call and math.isfinite(row.most) for row in rows)
 
 
-def lost_at_the_end(
-    left: Sequence[float], rates: Sequence[float], step_s: float, plain_s: float, later: Callable[[int], float]
-) -> float:
-    """Return how many times less drafts gain in a batch whose rows end apart than in a full one; at least 1.
+class Closing:
+    """Tells what plans bring such rows, all of which take the same one.
 
     Args:
-        left: tokens that each row may still write.
-        rates: tokens that a step with drafts is expected to bring each of them.
-        step_s: its seconds.
-        plain_s: those of a step without drafts.
-        later: see `seconds_left`.
+        expected: what each plan brings a row.
+        costs: what steps of each plan take, as measured.
+        pace: how long they take now.
+        learnt: how far apart texts are.
     """
-    plainly = seconds_left(left, [1.0] * len(left), plain_s, later)
-    drafting = seconds_left(left, spread(rates), step_s, later) + ends_apart(left) * END_S
-    return max(1.0, drafting / plainly * sum(rates) / len(rates) * plain_s / step_s)
+
+    def __init__(self, expected: Expected, costs: StepCosts, pace: Pace, learnt: Learnt) -> None:
+        self._expected, self._costs, self._pace, self._learnt = expected, costs, pace, learnt
+
+    def brings(
+        self, known: Sequence[RowEvidence], left: Sequence[float], brings: Sequence[float], times: Sequence[Times],
+        spent: Sequence[float], tokens: float,
+    ) -> list[float]:
+        """Return the tokens a step that plans bring, as if each row got as many: those that bring the end as near.
+
+        Plans that are not faster than plain decoding in a full batch are not looked at: they bring what they did.
+
+        Args:
+            known: about each row.
+            left: tokens that each of them has still to write.
+            brings, times: of every plan, on average over the rows; see `Expected.average`.
+            spent: a row's share of the seconds of a step, for every plan.
+            tokens: the length of the rows' texts, on average.
+        """
+        count, ends_s, each = len(left), ends_apart(left) * END_S, self._each_brings(known)
+        plain_s, found = count * spent[0], list(brings)
+        for arm in range(1, len(found)):
+            if brings[arm] * spent[0] <= spent[arm]:
+                continue
+            rates = [own[arm] for own in each]
+            later = cache(partial(self._later, arm, times[arm], last_first(left, rates), tokens))
+            plainly_s = seconds_left(left, [1.0] * count, plain_s, later)
+            drafting_s = seconds_left(left, rates, count * spent[arm], later) + ends_s
+            found[arm] = plainly_s / drafting_s * spent[arm] / spent[0]
+        return found
+
+    def _later(self, arm: int, times: Times, rates: Sequence[float], tokens: float, rows: int) -> float:
+        """Return the seconds in which the last `rows` rows get a token each, with a plan or without drafts.
+
+        Args:
+            times: see `Expected.of`.
+            rates: tokens that a step of the plan brings each row, those of the last row first.
+            tokens: the length of the rows' texts.
+        """
+        costs, slower = self._costs.of(rows, tokens), self._pace.slower(len(rates))
+        # Fewer rows may never have been timed; what is known of these says most then.
+        if self._pace.has_seen(rows, 0) and self._pace.has_seen(rows, arm):
+            slower = self._pace.slower(rows)
+        drafting_s = costs.of(arm, times) * slower[arm] * rows / sum(rates[:rows])
+        return rows * min(costs.plain * slower[0], drafting_s)
+
+    def _each_brings(self, known: Sequence[RowEvidence]) -> list[list[float]]:
+        """Return what every plan brings each row, if the rows turn out as far apart as texts usually do.
+
+        Of a row of which much is known, less is left to turn out otherwise.
+        """
+        order = sorted(range(len(known)), key=lambda at: known[at].stand)
+        found: list[list[float]] = [[]] * len(known)
+        for at, away in zip(order, _deviations(len(known)), strict=True):
+            row = known[at]
+            guessers = tuple(
+                (moved(own.odds, away * deviation * math.sqrt(own.unknown)), own.growth, own.length)
+                for own, deviation in zip(row.evidence, self._learnt.deviations(row.sampled), strict=True)
+            )
+            found[at], _ = self._expected.of(Stand(guessers, row.sampled))
+        return found
+
+
+def last_first(left: Sequence[float], rates: Sequence[float]) -> list[float]:
+    """Return the rates, those of the row first that ends last."""
+    return [rates[at] for at in sorted(range(len(left)), key=lambda at: rates[at] / left[at])]
 
 
 def ends_apart(left: Sequence[float]) -> int:
@@ -66,18 +131,6 @@ def seconds_left(left: Sequence[float], rates: Sequence[float], now: float, late
             took += (tokens - before) * later(len(rest) - ended)
             before = tokens
     return took
-
-
-def spread(rates: Sequence[float]) -> list[float]:
-    """Return rates that lie as far apart as those of so many texts usually do, in the same order.
-
-    Each is at least 1: every step brings a token.
-    """
-    order = sorted(range(len(rates)), key=rates.__getitem__)
-    found = list(rates)
-    for at, deviation in zip(order, _deviations(len(rates)), strict=True):
-        found[at] = 1 + max(0.0, rates[at] - 1) * (1 + SPREAD * deviation)
-    return found
 
 
 @cache

@@ -10,7 +10,7 @@ from draftsmith.engine.arm import EVERYWHERE, Arm
 from draftsmith.engine.known import USUAL
 from draftsmith.engine.policy import RowHistory
 
-PRIOR, PRIOR_TOKENS = 12.0, 16.0
+PRIOR, PRIOR_TOKENS = 16.0, 16.0
 """How much evidence (guesses or steps, and tokens) a new row begins with, from what was measured or other rows met."""
 LEAST_PRIOR = 1e-6
 """What a prior counts at least, so that there is something to divide by in a text where nothing was expected for long.
@@ -160,6 +160,8 @@ class Evidence:
         wait: steps without it before it is tried.
         trial: steps left of a trial, 0 if there is none.
         guessed, hit: whether a guess was made since the last trial began, and whether one has stayed.
+        apart, known: how far its odds were from the usual when something was learnt last, as a logarithm, and how
+            much was known of them then, from 0 to 1; see `Apart`.
     """
 
     odds: int = USUAL
@@ -173,6 +175,8 @@ class Evidence:
     trial: int = 0
     guessed: bool = False
     hit: bool = False
+    apart: float = 0.0
+    known: float = 0.0
 
     def learn(self, lessons: Lessons, decay: float) -> None:
         """Take in what steps taught; what was before fades."""
@@ -196,6 +200,11 @@ class Evidence:
         growth = round(8 * math.log2(found)) + USUAL_GROWTH if found > 0 else 0
         self.growth = min(max(0, growth), len(GROWTHS) - 1)
         self.length = min(max(1, round(QUARTERS * self.made.ratio(usual.length))), QUARTERS * MOST)
+
+    @property
+    def unknown(self) -> float:
+        """How much of what decides how often its guesses stay is not from this text, from 1 to 0."""
+        return PRIOR / (PRIOR + self.stayed.expected)
 
     @property
     def is_untried(self) -> bool:

@@ -7,17 +7,15 @@ runs, from the row's past steps and nothing else: no answer depends on what is s
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
-from draftsmith.engine.arm import Arm, Times
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.budget import Budget, Plans, Wish
-from draftsmith.engine.closing import ends_apart, is_closing, lost_at_the_end
+from draftsmith.engine.closing import Closing, ends_apart, is_closing
 from draftsmith.engine.evidence import (
     NOBODY,
     TRIAL,
     Evidence,
     RowEvidence,
-    Stand,
 )
 from draftsmith.engine.expected import Expected, at_most, beats, values_of
 from draftsmith.engine.explaining import Explaining
@@ -82,6 +80,8 @@ class Fitted(Policy):
         self._reminders = Reminders(self._pace, self._whose)
         self._learnt = Learnt(self._guessers, self._whose, self._expected)
         self._trials = Trials(self._whose, self._learnt.told, len(self._guessers), self._expected.most)
+        self._closing = Closing(self._expected, self._costs, self._pace, self._learnt)
+        self._is_closing = False  # at the last question
         self._settling = Settling(self._whose, self._learnt.told, self._trials)
         # Where all rows take the same plan: what is known about them together; and, of the last question, how many rows
         # decoded, which ones, and how many steps they had behind them.
@@ -130,7 +130,7 @@ class Fitted(Policy):
             self._together.pause()
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
-        if GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S:
+        if is_closing(load, rows) or GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S:
             self._resting = None
             self._together.pause()
             return [self._choices[self._of_all(load, rows, count)]] * len(rows)
@@ -194,15 +194,9 @@ class Fitted(Policy):
             Wish(weighing.plans[row.stand].within(history.left), row.arm, self._settling.will_go_on(row))
             for row, history in zip(known, rows, strict=True)
         ]
-        shares, fewest, lost = budget.shared_out(wishes), budget.with_held_only(wishes), 1.0
-        pays, ends_later = shares.beats(fewest, PATIENCE), False
-        if pays and is_closing(load, rows):
-            left = [history.left for history in rows]
-            lost = together.lost_at_the_end(weighing, shares.plans, left, shares.seconds)
-            ends_later = not shares.beats(fewest, PATIENCE, lost)
-        if ends_later or not pays:
+        shares, fewest = budget.shared_out(wishes), budget.with_held_only(wishes)
+        if not shares.beats(fewest, PATIENCE):
             shares = fewest
-        patience = PATIENCE * lost
         price, owed, self._reasons = shares.price, {False: 0.0, True: 0.0}, list[Reason]()
         for at, (row, history, wish) in enumerate(zip(known, rows, wishes, strict=True)):
             row.catch_up()
@@ -211,11 +205,11 @@ class Fitted(Policy):
             joined = least(spent, wish.plans.alike)
             values, tried = values_of(brings, price, spent), values_of(brings, price, joined)
             offer = Offer(values, price, spent, least(hoped, most.alike), history.left, tried=tried)
-            row.arm = self._settling.settle(row, offer, math.inf if ends_later else patience, passed=max(1, row.passed))
+            row.arm = self._settling.settle(row, offer, passed=max(1, row.passed))
             shares.take(at, row.arm)
             if row.tried != NOBODY:  # paid for as if others would join; those that begin after it find room
                 owed[row.sampled] += TRIAL * price * (spent[row.arm] - joined[row.arm])
-            self._reasons.append(self._reason_of(row, wish.plans, price, budget, patience))
+            self._reasons.append(self._reason_of(row, wish.plans, price, budget))
         for sampled, tokens in owed.items():
             self._trials.purse.charge(sampled, tokens / count, count)
         taken, added_s = [row.arm for row in known], shares.added_s
@@ -243,19 +237,17 @@ class Fitted(Policy):
         on_trial = any(map(self._settling.is_on_trial, known))
         return self._together.can_time(load, rows) and self._together.pace.reminds(len(rows), gain, on_trial)
 
-    def _reason_of(
-        self, row: RowEvidence, plans: Plans, price: float, budget: Budget, patience: float
-    ) -> Reason:
+    def _reason_of(self, row: RowEvidence, plans: Plans, price: float, budget: Budget) -> Reason:
         """Return why a row among others takes the plan that was just settled."""
         values = values_of(plans.brings, price, plans.alike)
         reason = self._explaining.reason(
-            row, values, price, plans.alike, budget.rows, self._tokens, patience, PATIENCE
+            row, values, price, plans.alike, budget.rows, self._tokens, PATIENCE, PATIENCE
         )
         if row.arm:
             return reason
         first_s = budget.beside(plans)  # if no other row drafted
         first = values_of(plans.brings, price, first_s)
-        pays = beats(first, price, first_s, max(range(1, len(first)), key=first.__getitem__), 0, patience)
+        pays = beats(first, price, first_s, max(range(1, len(first)), key=first.__getitem__), 0, PATIENCE)
         return replace(reason, kind="no_room") if pays else reason
 
     def _of_all(self, load: Load, rows: Sequence[RowHistory], count: int) -> int:
@@ -275,6 +267,7 @@ class Fitted(Policy):
             return 0
         new = [not self._learnt.knows(history) for history in rows]
         joined = any(new)
+        fresh = all(new)
         known = self._learnt.of_all(rows)
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
@@ -282,6 +275,11 @@ class Fitted(Policy):
         brings, times = self._expected.average(stands)
         slower = self._pace.slower(count)
         spent = [took * longer for took, longer in zip(costs.grown(times), slower, strict=True)]
+        left, ends = [row.left for row in rows], 0
+        closing = self._is_closing = is_closing(load, rows)
+        if closing:
+            ends = ends_apart(left)
+            brings = self._closing.brings(known, left, brings, times, spent, self._tokens)
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values = values_of(brings, price, spent)
         crowd.sampled = all(row.sampled for row in known)
@@ -293,20 +291,14 @@ class Fitted(Policy):
             own.length = round(sum([one.length for one in others]) / len(others))
             own.odds = round(sum([one.odds for one in others]) / len(others))
         begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
-        usual = patience = CROWD_PATIENCE if begins else PATIENCE
-        left, ends = [row.left for row in rows], 0
-        if is_closing(load, rows):
-            ends = ends_apart(left)
-            if price * spent[0] > patience:
-                lost = self._lost_at_the_end(left, stands, brings, times, spent)
-                patience = max(patience, PATIENCE * lost)
+        usual = patience = CROWD_PATIENCE if begins and not closing else PATIENCE
         self._left = max(left)
 
         hoped = [
             took * longer for took, longer in zip(costs.grown(self._expected.most_times), slower, strict=True)
         ]
         offer = Offer(values, price, spent, hoped, self._left, len(rows), ends)
-        switch = PATIENCE if len(rows) == 1 or all(new) else SWITCH
+        switch = PATIENCE if len(rows) == 1 or fresh else SWITCH
         crowd.arm = self._settling.settle(crowd, offer, patience, switch, passed)
         self._taken = self._reminders.plan(crowd.arm, self._settling.is_on_trial(crowd), count, values, price, spent)
         reason: Reason = TIMING
@@ -320,32 +312,6 @@ class Fitted(Policy):
         self._steps[self._taken] += len(rows)
         self._asked = (count, list(rows), len(rows[0].accepted))
         return self._taken
-
-    def _lost_at_the_end(
-        self, left: Sequence[float], stands: Sequence[Stand], brings: Sequence[float], times: Sequence[Times],
-        spent: Sequence[float],
-    ) -> float:
-        """Return how many times less the fastest plan gains in a batch whose rows end apart than in a full one.
-
-        Args:
-            left: the tokens that each row may still write.
-            stands: of every row.
-            brings, times: of every plan, on average over the rows; see `Expected.average`.
-            spent: a row's share of the seconds of a step, for every plan.
-        """
-        count, now = len(left), self._pace.slower(len(left))
-        best = max(range(1, len(spent)), key=lambda arm: brings[arm] / spent[arm])
-        rates = [self._expected.of(stand)[0][best] for stand in stands]
-
-        @cache
-        def later(rows: int) -> float:
-            # Fewer rows may never have been timed; what is known of these says most then.
-            costs, slower = self._costs.of(rows, self._tokens), now
-            if self._pace.has_seen(rows, 0) and self._pace.has_seen(rows, best):
-                slower = self._pace.slower(rows)
-            return rows * min(costs.plain * slower[0], costs.of(best, times[best]) * slower[best] / brings[best])
-
-        return lost_at_the_end(left, rates, count * spent[best], count * spent[0], later)
 
     def _count_unasked(self) -> None:
         """Count the steps that were taken without a question since the last one, all with the same plan."""
@@ -389,7 +355,8 @@ class Fitted(Policy):
         if (count == 1 and not sampled) or self._crowd.settled or not self._pace.is_warm:
             return
         plain_s = count * self._costs.of(count, self._tokens).plain * self._pace.slower(count)[0]
-        stayed = sum([sum(row.accepted[-steps:]) for row in rows]) / count
+        each = [sum(row.accepted[-steps:]) for row in rows]
+        stayed = min(each) if self._is_closing else sum(each) / count
         self._trials.charge(sampled, steps, sum(took) / plain_s - steps - stayed, count)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from draftsmith.engine.apart import Apart
 from draftsmith.engine.evidence import (
     PRIOR_TOKENS,
     Evidence,
@@ -26,6 +27,7 @@ follow. A lookup finds guesses in some steps only, and either many of them stay 
 said, and whoever forgets the others takes the plan that happened to do well."""
 COUNTS = 6.0
 """How many guesses or steps count as much, for rows that begin later, as what was measured."""
+
 
 
 class Learnt:
@@ -57,6 +59,11 @@ class Learnt:
         self._rows: WeakKeyDictionary[RowHistory, RowEvidence] = WeakKeyDictionary()
         # Over all rows: greedy and sampled ones apart, since fewer guesses stay in sampled ones.
         self._common = {sampled: [no_evidence() for _ in guessers] for sampled in (False, True)}
+        self._apart = {sampled: [Apart() for _ in guessers] for sampled in (False, True)}
+
+    def deviations(self, sampled: bool) -> list[float]:
+        """Return for every guesser how far apart texts are in how often its guesses stay, see `Apart`."""
+        return [one.deviation for one in self._apart[sampled]]
 
     def knows(self, history: RowHistory) -> bool:
         """Return whether `of` was asked about a row before."""
@@ -143,7 +150,9 @@ class Learnt:
         """Let what a row is expected to do follow from what was learnt of it and of others."""
         for number, _, table in self._taught[row.arm]:
             if table[USUAL]:
-                row.evidence[number].settle(row.usual[number], table)
+                own, usual = row.evidence[number], row.usual[number]
+                own.settle(usual, table)
+                self._apart[row.sampled][number].note(own, usual, table)
 
     def _table(self, number: int, plan: int) -> tuple[bool, Sequence[float]]:
         """Return whether a guesser drafts only where a plan's lookup finds nothing, and how many guesses stay then."""

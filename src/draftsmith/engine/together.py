@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from draftsmith.engine.arm import Times
 from draftsmith.engine.budget import Budget, Plans
-from draftsmith.engine.closing import lost_at_the_end
 from draftsmith.engine.evidence import Stand
 from draftsmith.engine.expected import Expected
 from draftsmith.engine.mixed_pace import COLD_STEPS, Coming, MixedPace
@@ -77,30 +75,6 @@ class Together:
 
         plans = {stand: plans_with(*expected.of(stand)) for stand in set(stands)}
         return Weighing(costs, budget, tokens, stands, plans, plans_with(expected.most, expected.most_times))
-
-    def lost_at_the_end(self, weighing: Weighing, taken: Sequence[int], left: Sequence[float], step_s: float) -> float:
-        """Return how many times less drafts gain in a batch whose rows end apart than in a full one, see `closing`.
-
-        Args:
-            taken: the plan of each row, some of which draft.
-            left: the tokens that each row may still write.
-            step_s: seconds of a step with these plans.
-        """
-        each = [(self._expected.of(stand), at) for stand, at in zip(weighing.stands, taken, strict=True)]
-        rates = [brings[at] for (brings, _), at in each]
-        last = sorted(range(len(left)), key=lambda row: rates[row] / left[row])
-
-        @cache
-        def later(rows: int) -> float:
-            costs, (slower, more, once) = self._costs.of(rows, weighing.tokens), self.pace.of(rows)
-            plain_s, step_s, tokens = rows * slower * costs.plain, 0.0, 0.0
-            for row in last[:rows]:
-                (brings, times), at = each[row]
-                step_s += slower * costs.plain + more * (costs.of(at, times[at]) - costs.plain)
-                tokens += brings[at] / rows
-            return min(plain_s, (step_s + once * rows * costs.plain) / tokens)
-
-        return lost_at_the_end(left, rates, step_s, weighing.budget.step_s(0.0), later)
 
     @staticmethod
     def can_time(load: Load, rows: Sequence[RowHistory]) -> bool:
