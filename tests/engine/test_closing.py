@@ -65,17 +65,30 @@ def test_rows_of_one_call_draft_where_that_gains_clearly(gain: float, closing: b
 
 def test_calls_whose_rows_are_far_apart_have_less_to_gain():
     """A guess always stays in every second text and never in the others, or in each of them about half of the time."""
-    for apart, drafts in ((True, 0), (False, 1)):
+    drafted = dict[bool, int]()
+    for apart in (True, False):
         policy = Fitted(Known(gaining(1.2)))
-        for _ in range(8):
-            rows = rows_of([object()] * ROWS)
+        for _ in range(12):
+            call, depths = object(), list[int]()
+            rows = rows_of([call] * ROWS)
             for step in range(40):
                 choices = policy.choose(Load(ROWS, 0, 0, ROWS), rows)
+                depths.append(choices[0].plan.depth)
                 for at, (row, choice) in enumerate(zip(rows, choices, strict=True)):
                     row.note(choice.plan.depth * ((at if apart else at + step) % 2), choice.plan.depth, choice.plan)
-        call = object()
-        asked = policy.choose(Load(ROWS, 0, 0, ROWS), rows_of([call] * ROWS))
-        assert [choice.plan.depth for choice in asked] == [drafts] * ROWS
+            drafted[apart] = sum(depths)
+    assert drafted[True] < 10 and drafted[False] == 40, drafted
+
+
+def test_a_call_does_not_begin_with_what_the_last_row_of_another_drafted():
+    """One row gains by a guess, four together lose."""
+    arms = Arm(NO_DRAFT, (), (0.001, 0.001)), Arm(Plan((1,)), (0.9,), (0.0011, 0.0025))
+    policy, (row,) = Fitted(Known(Profile((1, ROWS), arms))), rows_of([object()])
+    for _ in range(2):
+        (choice,) = policy.choose(Load(1, 0, 0, ROWS), [row])
+        assert choice.plan.depth == 1
+        row.note(1, 1, choice.plan)
+    assert not any(choice.plan.depth for choice in policy.choose(Load(ROWS, 0, 0, ROWS), rows_of([object()] * ROWS)))
 
 
 def test_the_last_row_decides_what_drafts_bring_a_call():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from draftsmith.engine.evidence import Evidence, Usual
 from draftsmith.engine.known import ODDS, USUAL
 
-USUALLY, COUNTS = 0.15, 8.0
+USUALLY, COUNTS = 0.2, 8.0
 """The standard deviation of the logarithm of the odds, see `Arm.kept`, before any text was decoded, and how many texts
 count as much as that."""
 LATEST = 48

@@ -48,8 +48,10 @@ class Closing:
     def brings(
         self, known: Sequence[RowEvidence], left: Sequence[float], brings: Sequence[float], times: Sequence[Times],
         spent: Sequence[float], tokens: float,
-    ) -> list[float]:
+    ) -> tuple[list[float], list[float]]:
         """Return the tokens a step that plans bring, as if each row got as many: those that bring the end as near.
+
+        Return the same for plans that are soon given up, too: these bring what they bring the row that gains least.
 
         Plans that are not faster than plain decoding in a full batch are not looked at: they bring what they did.
 
@@ -70,7 +72,7 @@ class Closing:
             plainly_s = seconds_left(left, [1.0] * count, plain_s, later)
             drafting_s = seconds_left(left, rates, count * spent[arm], later) + ends_s
             found[arm] = plainly_s / drafting_s * spent[arm] / spent[0]
-        return found
+        return found, [min(own) for own in zip(*each, strict=True)]
 
     def _later(self, arm: int, times: Times, rates: Sequence[float], tokens: float, rows: int) -> float:
         """Return the seconds in which the last `rows` rows get a token each, with a plan or without drafts.

@@ -276,6 +276,13 @@ class RowEvidence:
         for own in self.evidence:
             own.since += max(0, self.passed - 1)
 
+    def start_anew(self) -> None:
+        """Draft nothing, and be on no trial, as before the first step."""
+        self.arm = self.settled = self.interrupted = 0
+        self.trying = False
+        for own in self.evidence:
+            own.trial = 0
+
     def interrupt(self) -> None:
         """Draft nothing in the next step, whatever is settled."""
         self.arm, self.interrupted = 0, self.arm

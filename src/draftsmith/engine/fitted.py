@@ -268,6 +268,8 @@ class Fitted(Policy):
         new = [not self._learnt.knows(history) for history in rows]
         joined = any(new)
         fresh = all(new)
+        if fresh:
+            crowd.start_anew()  # what earlier texts drafted at their end says nothing
         known = self._learnt.of_all(rows)
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
@@ -275,11 +277,11 @@ class Fitted(Policy):
         brings, times = self._expected.average(stands)
         slower = self._pace.slower(count)
         spent = [took * longer for took, longer in zip(costs.grown(times), slower, strict=True)]
-        left, ends = [row.left for row in rows], 0
+        left, ends, briefly = [row.left for row in rows], 0, list[float]()
         closing = self._is_closing = is_closing(load, rows)
         if closing:
             ends = ends_apart(left)
-            brings = self._closing.brings(known, left, brings, times, spent, self._tokens)
+            brings, briefly = self._closing.brings(known, left, brings, times, spent, self._tokens)
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values = values_of(brings, price, spent)
         crowd.sampled = all(row.sampled for row in known)
@@ -297,7 +299,8 @@ class Fitted(Policy):
         hoped = [
             took * longer for took, longer in zip(costs.grown(self._expected.most_times), slower, strict=True)
         ]
-        offer = Offer(values, price, spent, hoped, self._left, len(rows), ends)
+        tried = values_of(briefly, price, spent) if closing else ()
+        offer = Offer(values, price, spent, hoped, self._left, len(rows), ends, tried)
         switch = PATIENCE if len(rows) == 1 or fresh else SWITCH
         crowd.arm = self._settling.settle(crowd, offer, patience, switch, passed)
         self._taken = self._reminders.plan(crowd.arm, self._settling.is_on_trial(crowd), count, values, price, spent)

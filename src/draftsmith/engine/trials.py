@@ -6,7 +6,7 @@ from math import ceil
 
 from draftsmith.engine.closing import END_S
 from draftsmith.engine.evidence import FIRST_WAIT, LONGER, LONGEST_WAIT, TRIAL, RowEvidence
-from draftsmith.engine.purse import LENT, LENT_LITTLE, Purse, share_lost
+from draftsmith.engine.purse import LENT, LENT_LITTLE, LENT_TOGETHER, Purse, share_lost
 
 HELD = 31
 """Steps without a draft for which a policy need not be asked again, where no row drafts."""
@@ -102,7 +102,7 @@ class Trials:
             changes_s = 2 * offer.change_s + offer.ends * END_S / offer.rows
             expected = TRIAL * max(0.0, worth - values[best])
             loss = expected + offer.price * changes_s
-            lent = 0.0 if row.sampled else LENT_LITTLE if chosen or offer.rows > 1 else LENT
+            lent = 0.0 if row.sampled else LENT_TOGETHER if offer.rows > 1 else LENT_LITTLE if chosen else LENT
             if not self.purse.pay(row.sampled, loss, lent, offer.rows):
                 tokens = self.purse.tokens_until(row.sampled, loss, lent, offer.rows)
                 later = min(LONGEST_WAIT, max(HELD + 1, ceil(tokens / offer.brings(chosen))))
