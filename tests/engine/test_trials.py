@@ -10,19 +10,8 @@ from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Load, RowHistory
 from draftsmith.engine.profile import Profile
-from draftsmith.engine.purse import (
-    LENT,
-    LENT_LITTLE,
-    LENT_TOGETHER,
-    LOST,
-    LOST_SAMPLED,
-    LOST_TOGETHER,
-    MOST_CHARGED,
-    SAVED,
-    Purse,
-    share_lost,
-)
-from draftsmith.engine.trials import SHORT, Offer, Trials
+from draftsmith.engine.purse import LENT, LENT_LITTLE, LOST, LOST_LITTLE, MOST_CHARGED, SAVED, Purse, share_lost
+from draftsmith.engine.trials import CALL, SHORT, Offer, Trials
 from draftsmith.plan import NO_DRAFT, Plan
 from tests.helpers.profiles import go, profile
 
@@ -40,7 +29,7 @@ def test_a_trial_is_paid_from_what_was_written_or_lent():
 
 def test_what_short_texts_lose_by_trials_is_a_share_of_all_of_them():
     """Every text begins anew, and no guess ever stays: a step with a guess costs 0.3 steps more for each guess."""
-    for sampled, share, lent in ((False, LOST, LENT), (True, LOST_SAMPLED, 0.0)):
+    for sampled, share, lent in ((False, LOST, LENT), (True, LOST_LITTLE, 0.0)):
         policy = Fitted(Known(profile(cost=0.3)))
         for _ in range(20):  # it learns that nothing stays
             go(policy, RowHistory(sampled, 5), 50, 0)
@@ -71,10 +60,9 @@ def test_a_trial_that_loses_more_than_expected_is_paid_for_later(sampled: bool, 
 
 
 def test_several_rows_lose_less_to_trials_than_one():
-    assert share_lost(False) == LOST > LOST_SAMPLED == share_lost(True)
-    assert share_lost(True) > LOST_TOGETHER == share_lost(False, rows=2) == share_lost(True, rows=2)
+    assert share_lost(False) == LOST > LOST_LITTLE == share_lost(True) == share_lost(False, rows=2)
     purse = Purse()
-    purse.earn(False, 1 / LOST_TOGETHER, rows=4)
+    purse.earn(False, 1 / LOST_LITTLE, rows=4)
     assert purse.pay(False, 1.0, 0.0, rows=4) and not purse.pay(False, 0.1, 0.0, rows=4)
     purse.charge(False, -1.0, rows=4)
     assert purse.pay(False, 1.0, 0.0, rows=4), "what a trial did not lose is given back"
@@ -101,16 +89,18 @@ def test_where_trials_lead_to_drafts_more_can_be_tried():
 
 def test_less_is_lent_where_other_drafts_pay_and_nothing_in_sampled_texts():
     """Two guessers with a plan each; steps take no time, so that a trial loses just what its plan brings less."""
-    asks = ((LENT - 1, 0, False, 1, 2), (LENT + 1, 0, False, 1, 0), (LENT_LITTLE - 1, 1, False, 1, 2),
-            (LENT_LITTLE + 1, 1, False, 1, 1), (1.0, 0, True, 1, 0), (LENT_TOGETHER - 1, 0, False, 4, 2),
-            (LENT_TOGETHER + 1, 0, False, 4, 0))
-    for loss, chosen, sampled, rows, taken in asks:
+    asks = (
+        (LENT - 1, 0, False, 1, False, 2), (LENT + 1, 0, False, 1, False, 0), (LENT_LITTLE - 1, 1, False, 1, False, 2),
+        (LENT_LITTLE + 1, 1, False, 1, False, 1), (1.0, 0, True, 1, False, 0), (LENT_LITTLE - 1, 0, False, 4, False, 2),
+        (LENT_LITTLE / CALL - 0.5, 0, False, 4, True, 2), (LENT_LITTLE / CALL + 0.5, 0, False, 4, True, 0),
+    )
+    for loss, chosen, sampled, rows, closes, taken in asks:
         trials = Trials([-1, 0, 1], [(), (0,), (1,)], 2, [1.0, 9.0, 9.0])
         evidence = [Evidence(20, since=since) for since in (0, FIRST_WAIT)]
         values = [1.0, 1.0, 1.0 - loss / TRIAL]
-        offer = Offer(values, 0.0, [0.0] * 3, [0.0] * 3, left=SHORT + 1, rows=rows)
+        offer = Offer(values, 0.0, [0.0] * 3, [0.0] * 3, left=SHORT + 1, rows=rows, closes=closes)
         row = RowEvidence(evidence, 0, arm=chosen, sampled=sampled)
-        assert trials.due(row, offer, chosen, extra=0.0) == taken, (loss, chosen, sampled, rows)
+        assert trials.due(row, offer, chosen, extra=0.0) == taken, (loss, chosen, sampled, rows, closes)
 
 
 def test_what_was_tried_in_vain_does_not_stay_instead_of_what_was_drafted_before():

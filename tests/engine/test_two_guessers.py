@@ -8,7 +8,7 @@ from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import RowHistory
 from draftsmith.engine.profile import Profile, Sampled
-from draftsmith.engine.purse import LOST_SAMPLED
+from draftsmith.engine.purse import LOST_LITTLE
 from draftsmith.engine.reasons import Weighed
 from draftsmith.plan import NEVER_SURE, NO_COPY, NO_DRAFT, Plan
 from tests.helpers.profiles import load, tokens_found
@@ -80,7 +80,7 @@ def test_in_a_sampled_text_trials_cost_no_more_than_a_share_of_what_was_written(
     plans = go(asked, RowHistory(True, 5), 300, found=0, stay=0, stay_behind=0)
     assert plans.index(BOTH) > 2 * FIRST_WAIT
     lost = 0.4 * plans.count(BOTH)
-    assert 0 < lost < 2 * LOST_SAMPLED * len(plans), "looking up costs next to nothing where nothing is found"
+    assert 0 < lost < 2 * LOST_LITTLE * len(plans), "looking up costs next to nothing where nothing is found"
     greedy = go(policy(), RowHistory(False, 5), 300, found=0, stay=0, stay_behind=0)
     assert greedy.count(BOTH) > plans.count(BOTH)
 

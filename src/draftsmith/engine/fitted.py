@@ -300,7 +300,7 @@ class Fitted(Policy):
             took * longer for took, longer in zip(costs.grown(self._expected.most_times), slower, strict=True)
         ]
         tried = values_of(briefly, price, spent) if closing else ()
-        offer = Offer(values, price, spent, hoped, self._left, len(rows), ends, tried)
+        offer = Offer(values, price, spent, hoped, self._left, len(rows), ends, tried, closing)
         switch = PATIENCE if len(rows) == 1 or fresh else SWITCH
         crowd.arm = self._settling.settle(crowd, offer, patience, switch, passed)
         self._taken = self._reminders.plan(crowd.arm, self._settling.is_on_trial(crowd), count, values, price, spent)

@@ -6,15 +6,14 @@ written and however short they are; and where trials do lead to drafting, there 
 
 from math import ceil
 
-LOST, LOST_SAMPLED, LOST_TOGETHER = 0.02, 0.01, 0.005
+LOST, LOST_LITTLE = 0.02, 0.01
 """The share of all tokens that trials may cost if none of them leads to drafting: of a greedy text by itself, which may
-begin to repeat itself; of a sampled one, in which there is less to gain; and of several rows that take one plan, where
-what a trial costs is known least, because it makes them end apart."""
+begin to repeat itself, and where there is less to gain, as in sampled texts and in several rows that take one plan."""
 GAINED = 0.05
 """The share of what drafts gain over plain decoding that may be spent on further trials."""
-LENT, LENT_LITTLE, LENT_TOGETHER = 6.0, 3.0, 1.5
-"""What may be owed for trials in greedy texts, in tokens of each row: where nothing is drafted in a text by itself,
-which is enough for a trial or two; where other drafts pay already, so that there is less to gain; and for several rows.
+LENT, LENT_LITTLE = 6.0, 3.0
+"""What may be owed for trials in greedy texts, in tokens of each row, which is enough for a trial or two: where nothing
+is drafted in a text by itself, and for several rows or where other drafts pay already, so that there is less to gain.
 """
 SAVED = 24.0
 """The most that is saved up, in tokens of each row."""
@@ -58,4 +57,4 @@ class Purse:
 
 def share_lost(sampled: bool, rows: int = 1) -> float:
     """Return the share of the tokens of such texts that trials may cost."""
-    return LOST_TOGETHER if rows > 1 else LOST_SAMPLED if sampled else LOST
+    return LOST_LITTLE if sampled or rows > 1 else LOST

@@ -6,12 +6,14 @@ from math import ceil
 
 from draftsmith.engine.closing import END_S
 from draftsmith.engine.evidence import FIRST_WAIT, LONGER, LONGEST_WAIT, TRIAL, RowEvidence
-from draftsmith.engine.purse import LENT, LENT_LITTLE, LENT_TOGETHER, Purse, share_lost
+from draftsmith.engine.purse import LENT, LENT_LITTLE, Purse, share_lost
 
 HELD = 31
 """Steps without a draft for which a policy need not be asked again, where no row drafts."""
 SHORT = 4 * TRIAL
 """Where no row can write more tokens than so many, nothing is tried: there is no time left to gain by it."""
+CALL = 2.0
+"""Trials of the rows of a call are taken to lose this many times as much as expected: they make the rows end apart."""
 CHANGE_S, CHANGE_ROW_S = 0.0003, 0.0001
 """About how many seconds a change of plan takes, and how many more for each row, whatever the target: with what is
 asked and computed for it, and the steps after it, which find other data in the processor's caches."""
@@ -30,6 +32,7 @@ class Offer:
         rows: how many rows there are.
         ends: how many of them end by themselves once one of them has got a guess.
         tried: the values on trial, in which other rows may join; empty means those of `values`.
+        closes: whether the rows are all that is left of a call.
     """
 
     values: Sequence[float]
@@ -40,6 +43,7 @@ class Offer:
     rows: int = 1
     ends: int = 0
     tried: Sequence[float] = ()
+    closes: bool = False
 
     @property
     def change_s(self) -> float:
@@ -101,8 +105,8 @@ class Trials:
             # What nearly pays is tried more often: its trial costs little, and without it much could be missed.
             changes_s = 2 * offer.change_s + offer.ends * END_S / offer.rows
             expected = TRIAL * max(0.0, worth - values[best])
-            loss = expected + offer.price * changes_s
-            lent = 0.0 if row.sampled else LENT_TOGETHER if offer.rows > 1 else LENT_LITTLE if chosen else LENT
+            loss = (CALL if offer.closes else 1.0) * (expected + offer.price * changes_s)
+            lent = 0.0 if row.sampled else LENT_LITTLE if chosen or offer.rows > 1 else LENT
             if not self.purse.pay(row.sampled, loss, lent, offer.rows):
                 tokens = self.purse.tokens_until(row.sampled, loss, lent, offer.rows)
                 later = min(LONGEST_WAIT, max(HELD + 1, ceil(tokens / offer.brings(chosen))))
