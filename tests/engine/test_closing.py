@@ -91,6 +91,20 @@ def test_a_call_does_not_begin_with_what_the_last_row_of_another_drafted():
     assert not any(choice.plan.depth for choice in policy.choose(Load(ROWS, 0, 0, ROWS), rows_of([object()] * ROWS)))
 
 
+def test_a_call_may_have_greedy_and_sampled_rows():
+    """The tree of the likeliest guesses does not suit sampled texts, and gains much in the others."""
+    tree = Arm(Plan((2, 2), beam=2, nodes=4), (1.0, 1.0), (0.0011, 0.0012), suits_draws=False)
+    arms = Arm(NO_DRAFT, (), (0.001, 0.001)), Arm(Plan((1,)), (0.9,), (0.0011, 0.0012)), tree
+    policy, call = Fitted(Known(Profile((1, ROWS), arms))), object()
+    rows = [RowHistory(sampled, 5, most=64, call=call) for sampled in (False, True, False, True)]
+    for _ in range(20):
+        choices = policy.choose(Load(ROWS, 0, 0, ROWS), rows)
+        assert [choice.plan.depth for choice in choices] == [1] * ROWS
+        for row, choice in zip(rows, choices, strict=True):
+            row.note(1, 1, choice.plan)
+            row.written += 2
+
+
 def test_the_last_row_decides_what_drafts_bring_a_call():
     """Each guess stays in all rows but one. Those that end sooner gain nothing by it, and so soon none is made."""
     arms = Arm(NO_DRAFT, (), (0.01, 0.01)), Arm(Plan((1,)), (0.7,), (0.012, 0.012))

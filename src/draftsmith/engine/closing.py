@@ -67,7 +67,7 @@ class Closing:
         for arm in range(1, len(found)):
             if brings[arm] * spent[0] <= spent[arm]:
                 continue
-            rates = [own[arm] for own in each]
+            rates = [max(1.0, own[arm]) for own in each]  # in sampled rows, a plan that does not suit them brings 0
             later = cache(partial(self._later, arm, times[arm], last_first(left, rates), tokens))
             plainly_s = seconds_left(left, [1.0] * count, plain_s, later)
             drafting_s = seconds_left(left, rates, count * spent[arm], later) + ends_s

@@ -276,9 +276,9 @@ class RowEvidence:
         for own in self.evidence:
             own.since += max(0, self.passed - 1)
 
-    def start_anew(self) -> None:
-        """Draft nothing, and be on no trial, as before the first step."""
-        self.arm = self.settled = self.interrupted = 0
+    def start_anew(self, arm: int) -> None:
+        """Take a plan, on no trial, whatever was taken before."""
+        self.arm, self.settled, self.interrupted = arm, 0, 0
         self.trying = False
         for own in self.evidence:
             own.trial = 0

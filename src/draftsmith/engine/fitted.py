@@ -268,9 +268,9 @@ class Fitted(Policy):
         new = [not self._learnt.knows(history) for history in rows]
         joined = any(new)
         fresh = all(new)
-        if fresh:
-            crowd.start_anew()  # what earlier texts drafted at their end says nothing
         known = self._learnt.of_all(rows)
+        if fresh or self._asked is None:  # these rows drafted nothing, or each of them by a plan of its own
+            crowd.start_anew(known[0].arm if len({row.arm for row in known}) == 1 else 0)
         self._tokens = length_of(rows)
         costs = self._costs.of(count, self._tokens)
         stands = [row.stand for row in known]
