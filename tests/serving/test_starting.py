@@ -75,8 +75,12 @@ def test_two_servers_at_one_place_are_refused_before_anything_is_loaded():
         listen("127.0.0.1", bound.getsockname()[1])
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_signal_ends_the_command_while_it_loads(sent: signal.Signals, code: int, tmp_path: Path):
+@pytest.mark.parametrize(("sent", "codes"), [
+    # Where Ctrl-C comes while code from a string is run, as by every dataclass, `python -m` ends by the signal itself
+    # at last, although the interrupt was caught. To a shell both are 130.
+    (signal.SIGINT, {130, -signal.SIGINT}), (signal.SIGTERM, {-signal.SIGTERM}),
+])
+def test_a_signal_ends_the_command_while_it_loads(sent: signal.Signals, codes: set[int], tmp_path: Path):
     """With an empty cache it measures its drafts for much longer than this test takes."""
     with listen("127.0.0.1", 0) as place:
         url, port = url_of(place), place.getsockname()[1]
@@ -89,10 +93,11 @@ def test_a_signal_ends_the_command_while_it_loads(sent: signal.Signals, code: in
         try:
             until(lambda: answered(url) == 503, 60)
             server.send_signal(sent)
-            said, _ = server.communicate(timeout=20)
+            said, complained = server.communicate(timeout=20)
         finally:
             server.kill()
-    assert server.returncode == code and "Listening" not in said
+    assert server.returncode in codes and "Listening" not in said, complained
+    assert "Traceback" not in complained
 
 
 def answered(url: str) -> int:

@@ -95,12 +95,13 @@ class Closing:
         Of a row of which much is known, less is left to turn out otherwise.
         """
         order = sorted(range(len(known)), key=lambda at: known[at].stand)
+        deviations = {sampled: self._learnt.deviations(sampled) for sampled in {row.sampled for row in known}}
         found: list[list[float]] = [[]] * len(known)
         for at, away in zip(order, _deviations(len(known)), strict=True):
             row = known[at]
             guessers = tuple(
                 (moved(own.odds, away * deviation * math.sqrt(own.unknown)), own.growth, own.length)
-                for own, deviation in zip(row.evidence, self._learnt.deviations(row.sampled), strict=True)
+                for own, deviation in zip(row.evidence, deviations[row.sampled], strict=True)
             )
             found[at], _ = self._expected.of(Stand(guessers, row.sampled))
         return found

@@ -75,7 +75,7 @@ def check_files(folder: Path) -> list[Check]:
     try:
         storage.require_folder(folder)
         storage.verify_folder(folder)
-        config = storage.read_json(folder / "config.json")
+        config = storage.read_config(folder)
         tensors = {
             name: tensor for path in sorted(folder.glob("*.safetensors"))
             for name, tensor in storage.read_tensor_file(path).items()
