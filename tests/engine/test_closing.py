@@ -12,6 +12,7 @@ from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Load, Policy, RowHistory
 from draftsmith.engine.profile import Profile
+from draftsmith.engine.reasons import Weighed
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.types import SamplingParams
 from tests.helpers.tiny import prompts, tiny_target
@@ -91,12 +92,13 @@ def test_a_call_does_not_begin_with_what_the_last_row_of_another_drafted():
     assert not any(choice.plan.depth for choice in policy.choose(Load(ROWS, 0, 0, ROWS), rows_of([object()] * ROWS)))
 
 
-def test_a_call_may_have_greedy_and_sampled_rows():
+@pytest.mark.parametrize("sampled", [(False, True, False, True), (True,) * ROWS])
+def test_a_call_may_have_sampled_rows(sampled: tuple[bool, ...]):
     """The tree of the likeliest guesses does not suit sampled texts, and gains much in the others."""
     tree = Arm(Plan((2, 2), beam=2, nodes=4), (1.0, 1.0), (0.0011, 0.0012), suits_draws=False)
     arms = Arm(NO_DRAFT, (), (0.001, 0.001)), Arm(Plan((1,)), (0.9,), (0.0011, 0.0012)), tree
     policy, call = Fitted(Known(Profile((1, ROWS), arms))), object()
-    rows = [RowHistory(sampled, 5, most=64, call=call) for sampled in (False, True, False, True)]
+    rows = [RowHistory(drawn, 5, most=64, call=call) for drawn in sampled]
     for _ in range(20):
         choices = policy.choose(Load(ROWS, 0, 0, ROWS), rows)
         assert [choice.plan.depth for choice in choices] == [1] * ROWS
@@ -122,6 +124,17 @@ def test_the_last_row_decides_what_drafts_bring_a_call():
                     row.written += 1  # all alike, so that the last one is always as far from its end as the others
             drafted[closing] = sum(depths)
     assert drafted[False] > 55 and drafted[True] < 25, drafted
+
+
+@pytest.mark.parametrize("gain", [1.05, 1.4])
+def test_a_call_says_how_often_guesses_have_to_stay_for_its_end_to_come_sooner(gain: float):
+    rows, load = rows_of([object()] * ROWS), Load(ROWS, 0, 0, ROWS)
+    policy = Fitted(Known(gaining(gain)))
+    drafts = max(choice.plan.depth for choice in policy.choose(load, rows))
+    for why in policy.reasons(load, rows):
+        assert isinstance(why, Weighed)
+        needed = why.would_pay()
+        assert (needed is not None and needed <= why.stays) == (drafts > 0), (why.label, needed, why.stays)
 
 
 def test_nothing_is_tried_where_no_time_is_left_to_gain_by_it():

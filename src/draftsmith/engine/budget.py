@@ -155,13 +155,12 @@ class Budget:
         """Return plans of all rows that together bring nearly the most tokens a second.
 
         Guesses are taken in the order of what each of them brings, as many as pay, and of the others those that still
-        pay then.
+        pay then; or one plan is taken by all rows that gain by it. What rows took last is kept if it is about as good.
         """
         found, price = [0] * len(wishes), self.rows / self.step_s(0.0)
         for _ in range(2):  # what drafters cost is weighed by the price, which is known only then
-            found, price = max(
-                self._taken_in_order(wishes, price), self._with_one_plan(wishes, price), key=lambda each: each[1]
-            )
+            ways = self._taken_in_order(wishes, price), self._with_one_plan(wishes, price)
+            found, price = max(ways, key=lambda way: way[1])
         before = Step(self, wishes, [wish.taken for wish in wishes])
         if price <= STAYS * before.speed:
             found, price = before.plans, before.speed
@@ -177,28 +176,22 @@ class Budget:
 
         What a drafter takes once, for one row as for many, is worth it only for many.
         """
+        held = Step(self, wishes, [wish.taken if wish.held else 0 for wish in wishes])
         alike: dict[int, list[int]] = {}
         for row, wish in enumerate(wishes):
             if not wish.held:
                 alike.setdefault(id(wish.plans), []).append(row)
-        held = Step(self, wishes, [wish.taken if wish.held else 0 for wish in wishes])
-        speed, best, drafting = held.speed, 0, list[list[int]]()
         kinds = [(wishes[rows[0]].plans, rows) for rows in alike.values()]
-        for arm in range(1, len(wishes[0].plans.brings) if wishes else 1):
-            def gain(kind: tuple[Plans, list[int]], arm: int = arm) -> float:
-                return kind[0].brings[arm] - kind[0].brings[0] - price * kind[0].drafting[arm]
-
-            own = held.copy()
-            taking = list[list[int]]()
-            for plans, rows in sorted(kinds, key=gain, reverse=True):
-                own.take_alike(plans, arm, len(rows))
-                taking.append(rows)
-                if own.speed > speed:
-                    speed, best, drafting = own.speed, arm, taking.copy()
-        found = held.plans
-        for rows in drafting:
-            for row in rows:
-                found[row] = best
+        nets = [(values_of(plans.brings, price, plans.drafting), plans, rows) for plans, rows in kinds]
+        speed, found = held.speed, held.plans
+        for arm in range(1, len(nets[0][0]) if nets else 1):
+            step, taken = held.copy(), held.plans.copy()
+            for _, plans, rows in sorted(nets, key=lambda kind, arm=arm: -kind[0][arm]):
+                step.take_alike(plans, arm, len(rows))
+                for row in rows:
+                    taken[row] = arm
+                if step.speed > speed:
+                    speed, found = step.speed, taken.copy()
         return found, speed
 
     def _taken_in_order(self, wishes: Sequence[Wish], price: float) -> tuple[list[int], float]:

@@ -33,7 +33,7 @@ class Explaining:
 
     def reason(
         self, row: RowEvidence, values: Sequence[float], price: float, seconds: Sequence[float], count: int,
-        tokens: float, patience: float, usual: float,
+        tokens: float, patience: float, lost: Sequence[float] = (),
     ) -> Weighed:
         """Return why a row takes the plan that was just settled.
 
@@ -43,22 +43,26 @@ class Explaining:
             count: how many rows decode.
             tokens: the length of a row's text, on average.
             patience: how many times as fast as plain decoding a plan had to be.
-            usual: the same if the rows are not those of one call.
+            lost: for the rows of one call, how many times less each plan brings than on average over the rows, because
+                they end apart.
         """
         at = row.arm or max(range(1, len(values)), key=values.__getitem__)
         kind: Label = "does_not_pay"
         if row.arm:
             kind = "probing" if row.trying else "pays"
-        elif self._most_gain_of(count) <= usual:
+        elif self._most_gain_of(count) <= patience:
             kind = "batch_too_large"
-        elif self._most_gain(self._costs.of(count, tokens)) <= usual:
+        elif self._most_gain(self._costs.of(count, tokens)) <= patience:
             kind = "text_too_long"
         own = row.evidence[self._whose[at]]
         first = row.evidence[self._told[at][0]]  # the lookup, if `own` guesses behind one
+        worth, margin = price * (seconds[at] - seconds[0]), patience - 1
+        if lost:  # so much more than on average it has to bring
+            margin = lost[at] * (1 + worth + margin) - 1 - worth
         odds, growth, length = ODDS[first.odds], GROWTHS[first.growth], first.length / QUARTERS
         return Weighed(
             kind, self._arms, seconds, at, self._of[self._whose[at]], odds, growth, length, ODDS[own.odds], price,
-            patience - 1, count,
+            margin, count,
         )
 
     def _most_gain_of(self, count: int) -> float:

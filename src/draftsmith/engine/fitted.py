@@ -130,7 +130,7 @@ class Fitted(Policy):
             self._together.pause()
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
-        if is_closing(load, rows) or GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S:
+        if GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S or is_closing(load, rows):
             self._resting = None
             self._together.pause()
             return [self._choices[self._of_all(load, rows, count)]] * len(rows)
@@ -178,7 +178,7 @@ class Fitted(Policy):
         row.catch_up()
         row.arm = self._settling.settle(row, Offer(values, price, spent, most, rows[0].left), passed=max(1, row.passed))
         self._steps[row.arm] += 1
-        reason = self._explaining.reason(row, values, price, spent, 1, self._tokens, PATIENCE, PATIENCE)
+        reason = self._explaining.reason(row, values, price, spent, 1, self._tokens, PATIENCE)
         self._reasons, self._taken = [reason], row.arm
         return [row.arm]
 
@@ -241,7 +241,7 @@ class Fitted(Policy):
         """Return why a row among others takes the plan that was just settled."""
         values = values_of(plans.brings, price, plans.alike)
         reason = self._explaining.reason(
-            row, values, price, plans.alike, budget.rows, self._tokens, PATIENCE, PATIENCE
+            row, values, price, plans.alike, budget.rows, self._tokens, PATIENCE
         )
         if row.arm:
             return reason
@@ -277,11 +277,13 @@ class Fitted(Policy):
         brings, times = self._expected.average(stands)
         slower = self._pace.slower(count)
         spent = [took * longer for took, longer in zip(costs.grown(times), slower, strict=True)]
-        left, ends, briefly = [row.left for row in rows], 0, list[float]()
+        left, ends, briefly, lost = [row.left for row in rows], 0, list[float](), list[float]()
         closing = self._is_closing = is_closing(load, rows)
         if closing:
             ends = ends_apart(left)
-            brings, briefly = self._closing.brings(known, left, brings, times, spent, self._tokens)
+            averaged = brings
+            brings, briefly = self._closing.brings(known, left, averaged, times, spent, self._tokens)
+            lost = [mean / own if own else 1.0 for mean, own in zip(averaged, brings, strict=True)]
         price = max(tokens / took for tokens, took in zip(brings, spent, strict=True))
         values = values_of(brings, price, spent)
         crowd.sampled = all(row.sampled for row in known)
@@ -293,7 +295,7 @@ class Fitted(Policy):
             own.length = round(sum([one.length for one in others]) / len(others))
             own.odds = round(sum([one.odds for one in others]) / len(others))
         begins = len(rows) > 1 and (joined or crowd.trying or not crowd.arm)
-        usual = patience = CROWD_PATIENCE if begins and not closing else PATIENCE
+        patience = CROWD_PATIENCE if begins and not closing else PATIENCE
         self._left = max(left)
 
         hoped = [
@@ -306,7 +308,7 @@ class Fitted(Policy):
         self._taken = self._reminders.plan(crowd.arm, self._settling.is_on_trial(crowd), count, values, price, spent)
         reason: Reason = TIMING
         if self._taken == crowd.arm:
-            reason = self._explaining.reason(crowd, values, price, spent, count, self._tokens, patience, usual)
+            reason = self._explaining.reason(crowd, values, price, spent, count, self._tokens, patience, lost)
         self._reasons = [reason] * len(rows)
         for row in known:
             row.arm = self._taken
