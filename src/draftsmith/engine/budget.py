@@ -186,7 +186,9 @@ class Budget:
         speed, found = held.speed, held.plans
         for arm in range(1, len(nets[0][0]) if nets else 1):
             step, taken = held.copy(), held.plans.copy()
-            for _, plans, rows in sorted(nets, key=lambda kind, arm=arm: -kind[0][arm]):
+            gains = [net[arm] for net, _, _ in nets]
+            for at in sorted(range(len(nets)), key=gains.__getitem__, reverse=True):
+                _, plans, rows = nets[at]
                 step.take_alike(plans, arm, len(rows))
                 for row in rows:
                     taken[row] = arm
