@@ -52,7 +52,7 @@ def run() -> None:
     prompts = [prompt[-rng.randint(shortest, args.prompt_tokens) :] for prompt in whole]
     different = len({tuple(prompt) for prompt in prompts})
 
-    peer = transformers_peer(name, target)
+    peer = transformers_peer(name, target, dtype=target.dtype)
     expected = []
     for prompt in prompts:
         tokens = peer([prompt], args.new_tokens)[0][0]

@@ -6,6 +6,7 @@ Contestants, all with the same weights and on the same token ids, one prompt at 
 
 draftsmith    `Engine.generate` of one token
 transformers  one forward with its own cache, logits of the last token only
+fp32          the same in fp32, which processors without instructions for bf16 read sooner (with `--fp32`)
 compiled      the same under torch.compile with its defaults, one graph for each length, without keeping keys and values
 llama.cpp     `llama_decode` on the weights exported as bf16 GGUF, in pieces of 512, logits of the last token only
 vllm          its `LLM.generate` of one token, nothing kept from prompt to prompt, compiled as it is by default, on as
@@ -51,7 +52,7 @@ from draftsmith.evaluation.measuring.interleaving import interleaved
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 
-OURS, EAGER, COMPILED, LLAMA_CPP = "draftsmith", "transformers", "compiled", "llama.cpp"
+OURS, EAGER, WIDE, COMPILED, LLAMA_CPP = "draftsmith", "transformers", "fp32", "compiled", "llama.cpp"
 PIECE = 512
 
 Reader = Callable[[list[int]], float]
@@ -123,6 +124,9 @@ def measure_model(name: str, lengths: Sequence[int], args: argparse.Namespace) -
         readers: dict[str, Reader] = {OURS: reader_of_ours(target)}
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, use_safetensors=True).eval()
         readers[EAGER] = reader_of_model(model, use_cache=True)
+        if args.fp32:
+            wide: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+            readers[WIDE] = reader_of_model(wide, use_cache=True)
         if args.compiled:
             readers[COMPILED] = reader_of_model(torch.compile(model, dynamic=False), use_cache=False)
         threads = torch.get_num_threads()
@@ -180,6 +184,7 @@ def run() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--warmups", type=int, default=3)
     parser.add_argument("--compiled", action=argparse.BooleanOptionalAction, default=True, help="torch.compile too")
+    parser.add_argument("--fp32", action="store_true", help="transformers in fp32 too")
     parser.add_argument("--llama-cpp", action="store_true", help="llama.cpp too; needs llama-cpp-python and gguf")
     add_peer_site(parser)
     add_vllm(parser)

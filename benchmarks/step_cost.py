@@ -6,6 +6,8 @@ Contestants, all with the same weights and on the same token ids:
 
 native       `Target`, one native operator for the whole model
 eager        the transformers model itself with its own cache
+fp32         the same with the weights in fp32, which processors without instructions for bf16 read sooner (only when
+             asked for)
 inductor     `Target(native=False)` under level "full": torch.compile, frozen weights, max_autotune
 prepacked    `Target(native=False)` at level "off": eager, with weights in oneDNN's layout (only when asked for)
 native:NAME  native, on the instruction set of that name (only when asked for)
@@ -79,7 +81,8 @@ from draftsmith.targets import Target
 from draftsmith.targets.backend import NativeForward
 from draftsmith.types import DraftsmithError
 
-NATIVE, EAGER, INDUCTOR, PREPACKED, LLAMA_CPP = "native", "eager", "inductor", "prepacked", "llama.cpp"
+NATIVE, EAGER, WIDE, INDUCTOR = "native", "eager", "fp32", "inductor"
+PREPACKED, LLAMA_CPP = "prepacked", "llama.cpp"
 PRODUCTS, CALLS = "products", "calls"
 INSTRUCTIONS = ("amx", "avx512bf16", "avx512", "avx2", "portable")
 # How far apart the logits of two contestants may be, relative to their size; bf16 gives 0.01 to 0.03.
@@ -217,6 +220,9 @@ def make_steps(
             threads, room = torch.get_num_threads(), tokens_1L.shape[1]
             opened = stack.enter_context(llama_cpp_of(model, scratch, threads, room, args.flash_attention))
             steps[LLAMA_CPP] = llama_cpp_step(opened, tokens_1L)
+    if WIDE in names:
+        wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True).eval()
+        steps[WIDE] = eager_step(wide, tokens_1L)
     for name in names:
         if name.startswith(f"{NATIVE}:"):
             steps[name] = on_instructions(native_step(target, tokens_1L), name.partition(":")[2])
@@ -314,7 +320,7 @@ def run() -> None:
     parser.add_argument("--models", nargs="+", default=["demo", "134m", "500m"], choices=["demo", *GEOMETRIES])
     parser.add_argument(
         "--contestants", nargs="+", default=[NATIVE, EAGER, INDUCTOR],
-        choices=[NATIVE, EAGER, INDUCTOR, PREPACKED, *(f"{NATIVE}:{name}" for name in INSTRUCTIONS)]
+        choices=[NATIVE, EAGER, WIDE, INDUCTOR, PREPACKED, *(f"{NATIVE}:{name}" for name in INSTRUCTIONS)]
     )
     parser.add_argument("--llama-cpp", action="store_true", help="also llama.cpp; needs llama-cpp-python and gguf")
     parser.add_argument(

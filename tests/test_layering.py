@@ -12,7 +12,8 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 LAYERS = (
     ("memory", "replays", "types"),
     ("files", "patterns", "system", "text_files", "user_cache"),
-    ("assets", "constraints", "dtypes", "native", "plan", "processor", "provenance"),
+    ("assets", "constraints", "native", "plan", "processor", "provenance"),
+    ("dtypes",),
     ("targets", "verify", "grammar_process"),
     ("drafters",),
     ("engine",),

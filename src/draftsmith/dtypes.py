@@ -34,15 +34,34 @@ def cast_parameters(module: "nn.Module", dtype: "torch.dtype") -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def resolve_dtype(name: "str | torch.dtype", device: "torch.device") -> "torch.dtype":
-    """Turn "auto", "bf16", "fp32" … into a dtype; "auto" is bf16 where the hardware multiplies it, else fp32."""
+def multiplies_bf16(device: "torch.device") -> bool:
+    """Whether PyTorch has products of its own for bf16 there; without them it takes several times as long as for fp32.
+
+    On CPUs that is what oneDNN says: x86 processors need AVX-512 for it.
+    """
+    import torch
+
+    return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def resolve_dtype(name: "str | torch.dtype", device: "torch.device", native: bool = True) -> "torch.dtype":
+    """Turn "auto", "bf16", "fp32" … into a dtype; "auto" is bf16 where it is known to be fast, else fp32.
+
+    It is on GPUs, on CPUs with AVX512-BF16, and by the native kernels for AVX2 and more.
+
+    Args:
+        native: whether the native kernels may be used, which multiply bf16 fast on more processors than PyTorch does.
+    """
     import torch
 
     if isinstance(name, torch.dtype):
         return name
     check_dtype(name)
     if name == "auto":
+        from draftsmith.native import LIBRARY, kernels_in_use
+
         fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+        fast = fast or (native and LIBRARY and kernels_in_use() != "portable")
         return torch.bfloat16 if fast else torch.float32
     found = getattr(torch, _NAMES[name])
     assert isinstance(found, torch.dtype)

@@ -563,6 +563,9 @@ int main(int count, char** words) {
       for (const int64_t window : {1, 31, 32, 100, 1000})
         for (const bool chain : {false, true}) attention(k, nodes, 2, 32, 32, 270, window, chain, nodes > 1);
     attention(k, 2, 71, 16, 16, 20, 1000, false, false);
+    for (const int64_t width : {128, 256, 272})  // wide heads, and wider than are packed
+      for (const int64_t window : {71, 1000})
+        for (const bool chain : {false, true}) attention(k, 17, 2, width, width, 150, window, chain, true);
     for (const int64_t pairs : {0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 40, 65})
       for (const int64_t gap : {0, 1, 2, 33}) panels(k, pairs, gap);
     strange_numbers(k);

@@ -333,7 +333,7 @@ def test_a_form_that_is_too_hard_is_refused_once_and_holds_up_nobody():
                 assert not refused.done()
                 response = await refused
                 assert response.status_code == 400 and "takes more than 0.5 seconds" in response.text
-                assert time.monotonic() - began < 2 * 0.5, "it was compiled for one of its eight prompts"
+                assert time.monotonic() - began < 4 * 0.5, "it was compiled for more than one of its eight prompts"
                 assert (await client.post(PATH, json=body("one", **hard))).status_code == 400
         finally:
             service.engine.engine.grammars.close()

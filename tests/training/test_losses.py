@@ -10,6 +10,9 @@ from draftsmith.drafters.registry import families
 from draftsmith.drafters.trainable.batch import IGNORED, TrainingBatch
 from draftsmith.drafters.trainable.divergence import Divergence, divergence, entropy
 from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.dtypes import multiplies_bf16
+from draftsmith.native import LIBRARY
+from draftsmith.targets import Target
 from draftsmith.training.data.batches import draw as draw_roots
 from draftsmith.training.data.windows import Window, collate
 from draftsmith.training.recipe import build_recipe
@@ -17,7 +20,7 @@ from draftsmith.training.sections import DistillationSection, OptimizerSection
 from draftsmith.training.step import TrainingStep
 from draftsmith.types import DraftsmithError
 from tests.helpers import training_toy as toy
-from tests.helpers.tiny import TOKENIZER_SIZE
+from tests.helpers.tiny import TOKENIZER_SIZE, tiny_model, tiny_tokenizer
 
 KINDS = get_args(Divergence)
 TRAINABLE = tuple(name for name, family in families().items() if family.trainable)
@@ -135,11 +138,11 @@ def test_the_default_is_cross_entropy_and_forward_kl():
     torch.testing.assert_close(loss, (1 - 0.3) * true + 0.3 * far, atol=0, rtol=1e-6)
 
 
-def make(name: str, **options: object) -> TrainableModel:
-    family = families()[name]
+def make(name: str, target: Target | None = None, **options: object) -> TrainableModel:
+    family, target = families()[name], target or toy.target()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drafter = family.make(family.config.read({**OPTIONS.get(name, {}), **options}, ""), toy.target(), None)
+        drafter = family.make(family.config.read({**OPTIONS.get(name, {}), **options}, ""), target, None)
     assert isinstance(drafter, TrainableModel)
     return drafter.train()
 
@@ -162,6 +165,29 @@ def test_a_step_lowers_the_loss_of_every_family(name: str, kind: Divergence):
     drafter = make(name)
     before, after = (one_step(drafter, 1e-3, weight=1.0, divergence=kind).sum() for _ in range(2))
     assert after < before
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_a_bf16_target_teaches_in_fp32_what_it_teaches_in_bf16(name: str):
+    """On processors without instructions for bf16, the native kernels read the target, and PyTorch trains in fp32."""
+    target = Target(tiny_model(dtype=torch.bfloat16, vocabulary=TOKENIZER_SIZE), tiny_tokenizer(), name="toy-bf16")
+    assert target.backend.native == LIBRARY
+    losses: dict[str, Tensor] = {}
+    gradients: dict[str, Tensor] = {}
+    for precision in get_args(OptimizerSection.model_fields["precision"].annotation):
+        drafter = make(name, target)
+        step = TrainingStep(drafter, target, OptimizerSection(precision=precision), DistillationSection(weight=0.5))
+        batch = collate(windows(), 99, drafter.max_depth)
+        task = draw_roots(batch, drafter.max_depth, None, ())
+        objective, losses[precision], _ = step.compute_loss(task, torch.ones(drafter.max_depth), 1.0, ())
+        objective.backward()
+        grown = [parameter.grad for parameter in drafter.parameters() if parameter.grad is not None]
+        assert {gradient.dtype for gradient in grown} == {torch.float32}
+        gradients[precision] = torch.cat([gradient.flatten() for gradient in grown])
+    torch.testing.assert_close(losses["fp32"], losses["bf16"], atol=0, rtol=0.02)
+    assert torch.nn.functional.cosine_similarity(gradients["fp32"], gradients["bf16"], dim=0) > 0.99
+    chosen = "bf16" if multiplies_bf16(torch.device("cpu")) else "fp32"
+    assert torch.equal(gradients["auto"], gradients[chosen])
 
 
 @pytest.mark.parametrize("name", ["medusa", "mlp", "eagle3"])

@@ -46,7 +46,7 @@ def test_where_all_is_well_there_is_only_int8_to_be_named():
         (replace(WELL, kernels=None, kernels_missing="no compiler"), "no native kernels (no compiler): install GCC"),
         (replace(WELL, features=WITHOUT_AMX, kernels="avx512bf16"), "virtual machine hides it"),
         (replace(WELL, kernels="avx512bf16"), "has AMX and the kernels do not use it"),
-        (replace(WELL, auto_dtype="fp32"), "--dtype bf16 reads half as many bytes"),
+        (replace(WELL, auto_dtype="fp32", kernels="portable"), "--dtype bf16 reads half as many bytes"),
         (replace(WELL, threads=2), "2 of 8 cores are used: try --threads 8."),
         (replace(WELL, threads=2, chosen_by="OMP_NUM_THREADS"), "(OMP_NUM_THREADS is set)"),
         (replace(WELL, threads=16), "16 threads take turns on 8 cores: --threads 8"),

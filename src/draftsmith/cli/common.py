@@ -31,7 +31,7 @@ DrafterOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    str, typer.Option(help="auto (bf16 where the hardware has it), bf16, fp16, fp32 or fp64.", rich_help_panel=MODELS)
+    str, typer.Option(help="auto (bf16 where it is fast, else fp32), bf16, fp16, fp32 or fp64.", rich_help_panel=MODELS)
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 …", rich_help_panel=MODELS)]
 TrustOption = Annotated[

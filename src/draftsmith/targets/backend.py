@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
+from draftsmith.dtypes import multiplies_bf16
 from draftsmith.native import kernels_in_use, why_missing
 from draftsmith.native.decoder import NO_BOUND, Bound, NativeDecoder, Noise, has_native_form
 from draftsmith.native.layers import can_pack
@@ -251,8 +252,9 @@ class NativeLayers(Eager):
         return native
 
     def differentiable(self) -> "Target":
-        """Return a copy of the whole target, because a packed layer shares nothing with it."""
-        return self.target.copied(self.target.dtype).without_prepacking()
+        """Return a copy of the whole target, because a packed layer shares nothing with it; fp32 where bf16 is slow."""
+        dtype = self.target.dtype if multiplies_bf16(self.target.device) else torch.float32
+        return self.target.copied(dtype).without_prepacking()
 
     def settled(self, probe: ShapeProbe, check: "SelfCheck") -> Backend:
         """Use the native forward if there is one that agrees with the model itself."""

@@ -129,7 +129,7 @@ class Target:
         """
         name = str(name_or_path)
         where = resolve_device(device)
-        kind = resolve_dtype(dtype, where)
+        kind = resolve_dtype(dtype, where, native)
         model = load_model(name, kind, where, trust_remote_code)
         tokenizer, folder = load_tokenizer(name, trust_remote_code), Path(name)
         target = cls(model, tokenizer, folder.resolve().name if folder.is_dir() else name, native, quantize)

@@ -66,8 +66,9 @@ class UpperLayers:
     @cached_property
     def differentiable(self) -> "UpperLayers":
         """The same layers with operations that gradients pass through, for training; native layers are copied."""
-        plain = self.target.backend.differentiable()
-        return self if plain is self.target else UpperLayers(plain, self.layer)
+        with torch.autocast(self.target.device.type, enabled=False):  # a copy is compared with the model as it is
+            plain = self.target.backend.differentiable()
+            return self if plain is self.target else UpperLayers(plain, self.layer)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate keys and values of these layers alone, for `rows` texts."""

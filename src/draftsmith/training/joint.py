@@ -85,7 +85,7 @@ class JointStep(TrainingStep):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the losses of heads and target from one forward; see `TrainingStep.compute_loss`."""
         tokens_BL = task.batch.tokens_BL.to(self.target.device)
-        with self.autocast(self.section.precision == "bf16"):
+        with self.autocast(self.half):
             features_BLF, logits_BLV = self.target.encode(
                 tokens_BL, self.drafter.taps, logits=True, gradients=not self.waits
             )

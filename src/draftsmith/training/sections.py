@@ -205,7 +205,9 @@ class OptimizerSection(Section):
         default=0.1, description="how much weights shrink by themselves"
     )
     clip: Rate = Field(default=1.0, description="gradients with a larger norm are scaled down to it")
-    precision: Literal["bf16", "fp32"] = Field(default="bf16", description="of the arithmetic; weights are always fp32")
+    precision: Literal["auto", "bf16", "fp32"] = Field(
+        default="auto", description="of the arithmetic: bf16 where it is fast, with auto; weights are always fp32"
+    )
     compile: bool = Field(default=False, description="compile the loss with torch.compile")
 
 

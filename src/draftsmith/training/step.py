@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.drafters.trainable.model import TrainableModel
+from draftsmith.dtypes import multiplies_bf16
 from draftsmith.targets import Target
 from draftsmith.training.data.batches import Task, draw, prepare
 from draftsmith.training.data.readings import KEPT_BYTES, Readings
@@ -139,7 +140,7 @@ class TrainingStep:
             share_N: the micro-batch's share of the step's guesses, for each depth.
             token_share: its share of the step's learnt tokens, for models that learn at all positions.
         """
-        half = self.section.precision == "bf16"
+        half = self.half
         # If the target is bf16 already, autocast only costs time.
         with self.autocast(half and self.target.dtype == torch.float32):
             examples = prepare(
@@ -168,6 +169,13 @@ class TrainingStep:
         """Drop the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def half(self) -> bool:
+        """Whether the arithmetic is bf16."""
+        if self.section.precision == "auto":
+            return multiplies_bf16(self.target.device)
+        return self.section.precision == "bf16"
 
     def autocast(self, enabled: bool) -> torch.autocast:
         """Return the context in which PyTorch uses bf16 arithmetic if `enabled`."""

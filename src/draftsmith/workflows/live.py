@@ -137,7 +137,7 @@ def learn(
 ) -> list[tuple[float, float]]:
     """Train until the time is up, for at least one step; return (seconds, loss) of every step."""
     rng = random.Random(settings.seed)
-    section = OptimizerSection(precision="bf16" if target.dtype == torch.bfloat16 else "fp32")
+    section = OptimizerSection(precision="auto" if target.dtype == torch.bfloat16 else "fp32")
     step = TrainingStep(speculator.train(), target, section, DistillationSection(weight=settings.distillation))
     most, room = max(len(window.tokens) for window in sequences), speculator.max_depth - 1
     start, end = time.monotonic(), begun + 60 * settings.minutes

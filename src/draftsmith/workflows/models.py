@@ -37,7 +37,7 @@ class Loading:
     """How models given by name are loaded; models given as objects are used as they are.
 
     Args:
-        dtype: auto (bf16 where the hardware has it), bf16, fp16, fp32 or fp64.
+        dtype: auto (bf16 where it is fast, else fp32), bf16, fp16, fp32 or fp64.
         device: auto, cpu, cuda, cuda:1 and so on.
         trust_remote_code: run code that comes with the model.
         native: use the native kernels (bf16 on a CPU).

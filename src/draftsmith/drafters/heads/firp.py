@@ -95,6 +95,8 @@ class FIRPDrafter(ParallelDrafter):
 
     def score(self, final: Tensor, upper: UpperLayers) -> Tensor:
         """Return the logits (…, W) of refined states (…, F)."""
+        if isinstance(self.head, FrozenTable):
+            final = final.to(self.head.weight.dtype)  # layers that teach may be more precise than the target
         return self.logit_form((upper.head if self.head is None else self.head)(final))
 
     def attach(self, cache: "KVCache", plan: Plan) -> None:

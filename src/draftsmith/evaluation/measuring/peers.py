@@ -8,14 +8,24 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from draftsmith.dtypes import multiplies_bf16
 from draftsmith.evaluation.bench import Peer
 from draftsmith.targets import Target
 
 
-def transformers_peer(name_or_path: str | Path, target: Target, trust_remote_code: bool = False) -> Peer:
-    """Load the target's weights once more for transformers' own greedy `generate`, in the same dtype and place."""
+def transformers_peer(
+    name_or_path: str | Path, target: Target, trust_remote_code: bool = False, dtype: torch.dtype | None = None
+) -> Peer:
+    """Load the target's weights once more for transformers' own greedy `generate`, in the same place.
+
+    Args:
+        dtype: that of the target if None; but fp32 in the place of a bf16 that PyTorch would multiply slowly.
+    """
+    if dtype is None:
+        slow = target.dtype == torch.bfloat16 and not multiplies_bf16(target.device)
+        dtype = torch.float32 if slow else target.dtype
     model: Any = AutoModelForCausalLM.from_pretrained(
-        str(name_or_path), dtype=target.dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        str(name_or_path), dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
     )
     model = model.to(target.device).eval()
     # The count has to be exact, so the end token must not end anything.

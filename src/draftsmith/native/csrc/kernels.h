@@ -87,7 +87,7 @@ struct Kernels {
   // Null says that all of them are in a near cache, so that nothing needs to be fetched.
   void (*gemm)(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
                const void* ahead, float* y, int64_t y_stride);
-  // The same in whole numbers, exact: x is signed, packed is (panels, quads, 16, 4), sums[n] = Σ_k w[n, k].
+  // The same in whole numbers, exact: x is never -128 (see `quantise`), packed is (panels, quads, 16, 4), sums[n] = Σ_k w[n, k].
   void (*gemm_int8)(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums,
                     int64_t quads, int64_t panels, const void* ahead, int32_t* y, int64_t y_stride);
   // y[r, n] = unit[n] · Σ over groups of (Σ_k x[r, k] · (8 · q[n, k] - zero[n])) · (scale[n] · scale[r]), the inner sum in

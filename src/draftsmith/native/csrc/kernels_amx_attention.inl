@@ -151,7 +151,7 @@ class Attention {
     const float* mine = row(q);
     Lanes most_yet = Lanes{} + mine[first(q)];
     int64_t p = first(q);
-    for (; p + kPanel <= last(q); p += kPanel) most_yet = lanes_at(mine + p) > most_yet ? lanes_at(mine + p) : most_yet;
+    for (; p + kPanel <= last(q); p += kPanel) most_yet = larger(lanes_at(mine + p), most_yet);
     float found = most_yet[0];
     for (int l = 1; l < kPanel; ++l) found = most_yet[l] > found ? most_yet[l] : found;
     for (; p < last(q); ++p) found = mine[p] > found ? mine[p] : found;
@@ -163,18 +163,20 @@ class Attention {
   void soften(int64_t q, int64_t from, int64_t to) {
     const float* mine = row(q);
     bf16 *coarse = probabilities_ + 2 * q * kStride - from, *fine = coarse + kStride;
-    const Words index{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Words index = numbers();
     const int64_t begin = first(q), end = last(q);
     Lanes total = totals_[q];
     for (int64_t p = from; p < to; p += kPanel) {
       Lanes probability = exponential(lanes_at(mine + p) - highest_[q]);
-      if (p < begin || p + kPanel > end)
-        probability = index + static_cast<uint32_t>(p - begin) < static_cast<uint32_t>(end - begin) ? probability : Lanes{};
+      if (p < begin || p + kPanel > end) {
+        const Words place = index + static_cast<uint32_t>(p - begin);
+        probability = choose(place < static_cast<uint32_t>(end - begin), probability, Lanes{});
+      }
       total += probability;
-      const Words kept = reinterpret_cast<Words>(probability) & 0xffff0000u;
-      const Words rest = reinterpret_cast<Words>(probability - reinterpret_cast<Lanes>(kept)) + 0x8000u;
-      *reinterpret_cast<Halves*>(coarse + p) = __builtin_convertvector(kept >> 16, Halves);
-      *reinterpret_cast<Halves*>(fine + p) = __builtin_convertvector(rest >> 16, Halves);
+      const Words kept = same_bits<Words>(probability) & 0xffff0000u;
+      const Words rest = same_bits<Words>(probability - same_bits<Lanes>(kept)) + 0x8000u;
+      Register<Halves>::put(converted<Halves>(kept >> 16), coarse + p);
+      Register<Halves>::put(converted<Halves>(rest >> 16), fine + p);
     }
     totals_[q] = total;
   }
@@ -226,7 +228,7 @@ class Attention {
     pair(words_at(a.values), words_at(b.values), line);
   }
 
-  static void pair(Words even, Words odd, bf16* line) { *reinterpret_cast<Words*>(line) = even | odd << 16; }
+  static void pair(Words even, Words odd, bf16* line) { Register<Words>::put(even | odd << 16, line); }
 
   const AttentionTask& t;
   void (*interleave_)(const bf16*, int64_t, int64_t, bf16*);  // of the instruction set below this one

@@ -79,25 +79,98 @@ constexpr int64_t kFetchedAhead = 96;  // places by which keys and values are fe
   }
 }
 
+// Calls work(Count, first query) for some queries after the other, kMost at a time, then for those that are left.
+template <int kCount>
+struct Count {
+  static constexpr int value = kCount;
+};
+template <int kMost, class Work>
+inline void by_queries(int64_t query, int64_t end, const Work& work) {
+  for (; query + kMost <= end; query += kMost) work(Count<kMost>{}, query);
+  if constexpr (kMost > 1) by_queries<kMost - 1>(query, end, work);
+}
+
+// The values of the places of a stretch, and how many are known, with those behind it that are fetched meanwhile.
+struct Values {
+  const bf16* const* at;
+  int64_t known;
+};
+
+// As `mix_values` for some of the queries and a stretch of columns: values are widened once for all of these queries. `Line`
+// has the instructions: registers of `kWidth` values.
+template <class Line, int kQueries, int kLines>
+inline void mix(const AttentionTask& t, const Stretch& s, const Values& values, const float* scores, int64_t stride,
+                int64_t query, int64_t column) {
+  typename Line::Type sum[kQueries][kLines];
+  float* out = t.out + query * t.value_width + column;
+  for (int q = 0; q < kQueries; ++q)
+    for (int l = 0; l < kLines; ++l) sum[q][l] = Line::at(out + q * t.value_width + Line::kWidth * l);
+  const int64_t fetched = query == s.query ? s.from + values.known - kFetchedAhead : s.from;
+  for (int64_t p = s.from; p < s.to; ++p) {
+    const bf16* value = values.at[p - s.from] + column;
+    if (p < fetched) fetch(values.at[p - s.from + kFetchedAhead] + column, Line::kWidth * kLines);
+    typename Line::Type wide[kLines];
+    for (int l = 0; l < kLines; ++l) wide[l] = Line::widened(value + Line::kWidth * l);
+    for (int q = 0; q < kQueries; ++q) {
+      const typename Line::Type weight = Line::all(scores[(query + q) * stride + p]);
+      for (int l = 0; l < kLines; ++l) sum[q][l] = Line::plus(sum[q][l], weight, wide[l]);
+    }
+  }
+  for (int q = 0; q < kQueries; ++q)
+    for (int l = 0; l < kLines; ++l) Line::put(sum[q][l], out + q * t.value_width + Line::kWidth * l);
+}
+
+// At most kMost queries at a time, over as many columns as kLines lines have; returns the first column that is left.
+template <class Line, int kMost, int kLines>
+inline int64_t mix_columns(const AttentionTask& t, const Stretch& s, const Values& values, const float* scores,
+                           int64_t stride, int64_t column) {
+  constexpr int64_t kColumns = kLines * Line::kWidth;
+  for (; column + kColumns <= t.value_width; column += kColumns)
+    by_queries<kMost>(s.query, s.query + s.queries, [&](auto some, int64_t query) {
+      mix<Line, decltype(some)::value, kLines>(t, s, values, scores, stride, query, column);
+    });
+  return column;
+}
+
+template <class Line>
+[[maybe_unused]] void mix_values_by(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride) {
+  constexpr int kOne = kLanes / Line::kWidth;  // lines of sixteen columns
+  if (t.value_width % kLanes != 0) return mix_values(t, s, scores, stride);
+  constexpr int64_t kPlaces = 128;  // whose values stay in the nearest cache for all queries
+  const bf16* found[kPlaces + kFetchedAhead];
+  for (int64_t from = s.from, to = 0; from < s.to; from = to) {
+    to = (from / kPlaces + 1) * kPlaces;
+    to = to < s.to ? to : s.to;
+    const Stretch part{s.query, s.queries, from, to};
+    const Values values{found, (s.to - to < kFetchedAhead ? s.to : to + kFetchedAhead) - from};
+    find(t, t.node(s.query), t.values, t.value_stride, from, values.known, found);
+    if (from == s.from)
+      for (int64_t i = 0; i < values.known && i < kFetchedAhead; ++i) fetch(found[i], t.value_width);
+    int64_t column = 0;
+    if (s.queries <= Line::kFew)  // registers that queries leave free are for more columns
+      column = mix_columns<Line, Line::kFew, Line::kLinesOfFew>(t, part, values, scores, stride, column);
+    column = mix_columns<Line, Line::kQueries, Line::kLines>(t, part, values, scores, stride, column);
+    if constexpr (Line::kLines > kOne) mix_columns<Line, Line::kQueries, kOne>(t, part, values, scores, stride, column);
+  }
+}
+
 // Turns the scores of one query into e^(score - highest), and returns one over their sum. The fifteen places behind the
 // last have to exist; they stay what they are.
 inline float soften(float* p, int64_t seen) {
   Lanes most = Lanes{} + p[0], sums{};
   int64_t s = 0;
-  for (; s + kLanes <= seen; s += kLanes) most = lanes_at(p + s) > most ? lanes_at(p + s) : most;
-  const Words inside = Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} < static_cast<uint32_t>(seen - s);
+  for (; s + kLanes <= seen; s += kLanes) most = larger(lanes_at(p + s), most);
+  const auto inside = numbers() < static_cast<uint32_t>(seen - s);
   const Lanes last = lanes_at(p + s);
-  most = inside & (last > most) ? last : most;
-  float highest = most[0];
-  for (int l = 1; l < kLanes; ++l) highest = most[l] > highest ? most[l] : highest;
+  const float highest = largest_lane(choose(inside, larger(last, most), most));
   for (s = 0; s + kLanes <= seen; s += kLanes) {
     const Lanes some = exponential(lanes_at(p + s) - highest);
     put_lanes(some, p + s);
     sums += some;
   }
   const Lanes some = exponential(last - highest);
-  put_lanes(inside ? some : last, p + s);
-  sums += inside ? some : Lanes{};
+  put_lanes(choose(inside, some, last), p + s);
+  sums += choose(inside, some, Lanes{});
   return 1.0f / sum_of(sums);
 }
 

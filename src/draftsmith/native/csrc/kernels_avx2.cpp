@@ -4,6 +4,9 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma,f16c")
 #include <immintrin.h>
+#define DRAFTSMITH_AVX2
+#define DRAFTSMITH_MULTIPLY_ADD(a, b, c) \
+  Lanes(_mm256_fmadd_ps((a).low, (b).low, (c).low), _mm256_fmadd_ps((a).high, (b).high, (c).high))
 
 #include "kernels_common.inl"
 #include "kernels_int4.inl"
@@ -19,34 +22,104 @@ inline __m256 highs(__m256i pairs) {
 template <int kRows, int kPanels>
 struct Block {
   static void run(const bf16* x, int64_t x_stride, const bf16* w, const Reach& reach, float* y, int64_t y_stride,
-                  const Ahead&) {
-    __m256 sum[kRows][2];
+                  const Ahead& ahead) {
+    __m256 sum[kRows][kPanels][2];
     for (int r = 0; r < kRows; ++r)
-      for (int h = 0; h < 2; ++h)
-        sum[r][h] = reach.first == 0 ? _mm256_setzero_ps() : _mm256_loadu_ps(y + r * y_stride + 8 * h);
+      for (int p = 0; p < kPanels; ++p)
+        for (int h = 0; h < 2; ++h)
+          sum[r][p][h] =
+              reach.first == 0 ? _mm256_setzero_ps() : _mm256_loadu_ps(y + r * y_stride + p * kPanel + 8 * h);
+    const char* next = ahead.from;
+    int64_t turn = ahead.number;
     for (int64_t k = reach.first; k < reach.last; ++k) {
-      const __m256i w0 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k * 2 * kPanel));
-      const __m256i w1 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + k * 2 * kPanel) + 1);
-      for (int r = 0; r < kRows; ++r) {
-        int pair;
-        __builtin_memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
-        const __m256i xs = _mm256_set1_epi32(pair);
-        sum[r][0] = _mm256_fmadd_ps(lows(xs), lows(w0), sum[r][0]);
-        sum[r][1] = _mm256_fmadd_ps(lows(xs), lows(w1), sum[r][1]);
-        sum[r][0] = _mm256_fmadd_ps(highs(xs), highs(w0), sum[r][0]);
-        sum[r][1] = _mm256_fmadd_ps(highs(xs), highs(w1), sum[r][1]);
+      if (next != nullptr && turn-- == 0) {  // as in kernels_avx512bf16.cpp
+        const int64_t line = reach.whole() ? k * kPanels : k - reach.first, apart = reach.whole() ? 1 : reach.lines;
+        for (int p = 0; p < kPanels; ++p) _mm_prefetch(next + (line + p * apart) * kLineBytes, _MM_HINT_T1);
+        turn = ahead.blocks - 1;
+      }
+      for (int p = 0; p < kPanels; ++p) {
+        const __m256i* line = reinterpret_cast<const __m256i*>(w + (p * reach.lines + k) * 2 * kPanel);
+        // As many variables as registers: compilers keep arrays of so few in memory.
+        const __m256i left = _mm256_loadu_si256(line), right = _mm256_loadu_si256(line + 1);
+        const __m256 left_low = lows(left), right_low = lows(right), left_high = highs(left), right_high = highs(right);
+        for (int r = 0; r < kRows; ++r) {
+          int pair;
+          __builtin_memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
+          const __m256i xs = _mm256_set1_epi32(pair);
+          sum[r][p][0] = _mm256_fmadd_ps(lows(xs), left_low, sum[r][p][0]);
+          sum[r][p][1] = _mm256_fmadd_ps(lows(xs), right_low, sum[r][p][1]);
+          sum[r][p][0] = _mm256_fmadd_ps(highs(xs), left_high, sum[r][p][0]);
+          sum[r][p][1] = _mm256_fmadd_ps(highs(xs), right_high, sum[r][p][1]);
+        }
       }
     }
-    for (int r = 0; r < kRows; ++r) {
-      _mm256_storeu_ps(y + r * y_stride, sum[r][0]);
-      _mm256_storeu_ps(y + r * y_stride + 8, sum[r][1]);
-    }
+    for (int r = 0; r < kRows; ++r)
+      for (int p = 0; p < kPanels; ++p)
+        for (int h = 0; h < 2; ++h) _mm256_storeu_ps(y + r * y_stride + p * kPanel + 8 * h, sum[r][p][h]);
   }
 };
 
+// Few rows would wait for their own sums, unless they have several panels of them. A single one is read as fast as it can
+// be without asking.
 void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
           const void* ahead, float* y, int64_t y_stride) {
-  walk<Block, 4, 1>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
+  if (rows == 1)
+    walk<Block, 1, 4>(x, x_stride, rows, packed, pairs, panels, nullptr, y, y_stride);
+  else if (rows == 2)
+    walk<Block, 2, 2>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
+  else
+    walk<Block, 4, 1>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
+}
+
+// Bytes are multiplied by bytes, one side with signs, the other without: the sign of a weight goes to the input. No input is
+// -128, whose sign could not be turned, so no sum of two products leaves 16 bits.
+template <int kRows, int kPanels>
+struct BlockOfQuads {
+  static void run(const int8_t* x, int64_t x_stride, const int8_t* w, const Reach& reach, int32_t* y, int64_t y_stride,
+                  const Ahead& ahead) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum[kRows][kPanels][2];
+    for (int r = 0; r < kRows; ++r)
+      for (int p = 0; p < kPanels; ++p)
+        for (int h = 0; h < 2; ++h)
+          sum[r][p][h] = reach.first == 0 ? _mm256_setzero_si256()
+                                          : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(
+                                                y + r * y_stride + p * kPanel + 8 * h));
+    const char* next = ahead.from;
+    int64_t turn = ahead.number;
+    for (int64_t k = reach.first; k < reach.last; ++k) {
+      if (next != nullptr && turn-- == 0) {  // as in kernels_avx512bf16.cpp
+        const int64_t line = reach.whole() ? k * kPanels : k - reach.first, apart = reach.whole() ? 1 : reach.lines;
+        for (int p = 0; p < kPanels; ++p) _mm_prefetch(next + (line + p * apart) * kLineBytes, _MM_HINT_T1);
+        turn = ahead.blocks - 1;
+      }
+      for (int p = 0; p < kPanels; ++p)
+        for (int h = 0; h < 2; ++h) {
+          const __m256i weights =
+              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + (p * reach.lines + k) * kLineBytes) + h);
+          const __m256i sizes = _mm256_abs_epi8(weights);
+          for (int r = 0; r < kRows; ++r) {
+            int quad;
+            __builtin_memcpy(&quad, x + r * x_stride + 4 * k, sizeof quad);
+            const __m256i signed_inputs = _mm256_sign_epi8(_mm256_set1_epi32(quad), weights);
+            const __m256i products = _mm256_madd_epi16(_mm256_maddubs_epi16(sizes, signed_inputs), ones);
+            sum[r][p][h] = _mm256_add_epi32(sum[r][p][h], products);
+          }
+        }
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int p = 0; p < kPanels; ++p)
+        for (int h = 0; h < 2; ++h)
+          _mm256_storeu_si256(reinterpret_cast<__m256i*>(y + r * y_stride + p * kPanel + 8 * h), sum[r][p][h]);
+  }
+};
+
+void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t*, int64_t quads,
+               int64_t panels, const void* ahead, int32_t* y, int64_t y_stride) {
+  if (rows <= 2)
+    walk<BlockOfQuads, 2, 2>(x, x_stride, rows, packed, quads, panels, ahead, y, y_stride);
+  else
+    walk<BlockOfQuads, 5, 1>(x, x_stride, rows, packed, quads, panels, ahead, y, y_stride);
 }
 
 // Half a line, the outputs 0 … 7 or 8 … 15 of a panel.
@@ -80,34 +153,45 @@ struct Int4Halves {
 };
 
 // Transposes 8 × 8 words of 32 bits in registers: within halves of 128 bits, then the halves.
+inline void turn_words(__m256i (&r)[8]) {
+  __m256i t[8];
+  for (int n = 0; n < 8; n += 2)
+    t[n] = _mm256_unpacklo_epi32(r[n], r[n + 1]), t[n + 1] = _mm256_unpackhi_epi32(r[n], r[n + 1]);
+  __m256i u[8];
+  for (int n = 0; n < 8; n += 4)
+    for (int h = 0; h < 2; ++h) {
+      u[n + 2 * h] = _mm256_unpacklo_epi64(t[n + h], t[n + h + 2]);
+      u[n + 2 * h + 1] = _mm256_unpackhi_epi64(t[n + h], t[n + h + 2]);
+    }
+  for (int j = 0; j < 4; ++j) {  // half h of u[n + j] holds the words 4 h + j of the rows n … n + 3
+    r[j] = _mm256_permute2x128_si256(u[j], u[4 + j], 0x20);
+    r[4 + j] = _mm256_permute2x128_si256(u[j], u[4 + j], 0x31);
+  }
+}
+
 void interleave(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
   int64_t k = 0;
   for (; k + 8 <= pairs; k += 8, to += 8 * 2 * kPanel)
     for (int half = 0; half < 2; ++half) {
-      __m256i r[8], t[8];
+      __m256i words[8];
       for (int n = 0; n < 8; ++n)
-        r[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + (8 * half + n) * stride + 2 * k));
-      for (int n = 0; n < 8; n += 2)
-        t[n] = _mm256_unpacklo_epi32(r[n], r[n + 1]), t[n + 1] = _mm256_unpackhi_epi32(r[n], r[n + 1]);
-      for (int n = 0; n < 8; n += 4)
-        for (int h = 0; h < 2; ++h) {
-          r[n + 2 * h] = _mm256_unpacklo_epi64(t[n + h], t[n + h + 2]);
-          r[n + 2 * h + 1] = _mm256_unpackhi_epi64(t[n + h], t[n + h + 2]);
-        }
-      for (int j = 0; j < 4; ++j) {  // half h of r[n + j] holds the words 4 h + j of the rows n … n + 3
-        const __m256i low = _mm256_permute2x128_si256(r[j], r[4 + j], 0x20);
-        const __m256i high = _mm256_permute2x128_si256(r[j], r[4 + j], 0x31);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j * 2 * kPanel) + half, low);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + (4 + j) * 2 * kPanel) + half, high);
-      }
+        words[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + (8 * half + n) * stride + 2 * k));
+      turn_words(words);
+      for (int n = 0; n < 8; ++n)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + n * 2 * kPanel) + half, words[n]);
     }
   interleave_plain(rows + 2 * k, stride, pairs - k, to);
 }
 
 }  // namespace
+}  // namespace draftsmith
+
+#include "kernels_avx2_attention.inl"
+
+namespace draftsmith {
 
 const Kernels* avx2_kernels() {
-  static const Kernels table{"avx2", gemm, gemm_int8_plain, gemm_int4_by<Int4Halves>, attend_by<score_keys, mix_values>, room_for_scores, rms_norm,
+  static const Kernels table{"avx2", gemm, gemm_int8, gemm_int4_by<Int4Halves>, attend_by<score_panels, mix_values_by<Line>, 16>, room_for_scores, rms_norm,
                              silu_times, narrow_row, add_row, round_row, quantise, quantise_groups, round_group, round_panel, rotate, activate,
                              sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, rest, share, early, interleave};
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &table : nullptr;

@@ -19,17 +19,6 @@ inline __m512 sums_of(const __m512 (&a)[16]) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(d[0], d[1], 0x88), _mm512_shuffle_f32x4(d[0], d[1], 0xdd));
 }
 
-// Calls work(Count, first query) for some queries after the other, kMost at a time, then for those that are left.
-template <int kCount>
-struct Count {
-  static constexpr int value = kCount;
-};
-template <int kMost, class Work>
-inline void by_queries(int64_t query, int64_t end, const Work& work) {
-  for (; query + kMost <= end; query += kMost) work(Count<kMost>{}, query);
-  if constexpr (kMost > 1) by_queries<kMost - 1>(query, end, work);
-}
-
 template <int kQueries>
 struct Products {
   __m512 of[kQueries];
@@ -145,61 +134,18 @@ void score_keys_by_pairs(const AttentionTask& t, const Stretch& s, float* scores
   }
 }
 
-// The values of the places of a stretch, and how many are known, with those behind it that are fetched meanwhile.
-struct Values {
-  const bf16* const* at;
-  int64_t known;
+struct Line {
+  using Type = __m512;
+  static constexpr int kWidth = 16, kLines = 4, kQueries = 6, kLinesOfFew = 4, kFew = 6;
+  static Type at(const float* from) { return _mm512_loadu_ps(from); }
+  static void put(Type line, float* to) { _mm512_storeu_ps(to, line); }
+  static Type all(float value) { return _mm512_set1_ps(value); }
+  static Type widened(const bf16* from) {
+    const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+  }
+  static Type plus(Type sum, Type a, Type b) { return _mm512_fmadd_ps(a, b, sum); }
 };
-
-// As `mix_values` for some of the queries and a stretch of columns: values are widened once for all of these queries.
-template <int kQueries, int kLines>
-inline void mix(const AttentionTask& t, const Stretch& s, const Values& values, const float* scores, int64_t stride,
-                int64_t query, int64_t column) {
-  __m512 sum[kQueries][kLines];
-  for (int q = 0; q < kQueries; ++q)
-    for (int l = 0; l < kLines; ++l) sum[q][l] = _mm512_loadu_ps(t.out + (query + q) * t.value_width + column + 16 * l);
-  const int64_t fetched = query == s.query ? s.from + values.known - kFetchedAhead : s.from;
-  for (int64_t p = s.from; p < s.to; ++p) {
-    const bf16* value = values.at[p - s.from] + column;
-    if (p < fetched) fetch(values.at[p - s.from + kFetchedAhead] + column, 16 * kLines);
-    __m512 wide[kLines];
-    for (int l = 0; l < kLines; ++l)
-      wide[l] = _mm512_castsi512_ps(_mm512_slli_epi32(
-          _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(value) + l)), 16));
-    for (int q = 0; q < kQueries; ++q) {
-      const __m512 weight = _mm512_set1_ps(scores[(query + q) * stride + p]);
-      for (int l = 0; l < kLines; ++l) sum[q][l] = _mm512_fmadd_ps(weight, wide[l], sum[q][l]);
-    }
-  }
-  for (int q = 0; q < kQueries; ++q)
-    for (int l = 0; l < kLines; ++l) _mm512_storeu_ps(t.out + (query + q) * t.value_width + column + 16 * l, sum[q][l]);
-}
-
-template <int kLines>
-inline void mix_columns(const AttentionTask& t, const Stretch& s, const Values& values, const float* scores,
-                        int64_t stride, int64_t column) {
-  by_queries<6>(s.query, s.query + s.queries, [&](auto some, int64_t query) {
-    mix<decltype(some)::value, kLines>(t, s, values, scores, stride, query, column);
-  });
-}
-
-void mix_values_by_lines(const AttentionTask& t, const Stretch& s, const float* scores, int64_t stride) {
-  if (t.value_width % 16 != 0) return mix_values(t, s, scores, stride);
-  constexpr int64_t kPlaces = 128;  // whose values stay in the nearest cache for all queries
-  const bf16* found[kPlaces + kFetchedAhead];
-  for (int64_t from = s.from, to = 0; from < s.to; from = to) {
-    to = (from / kPlaces + 1) * kPlaces;
-    to = to < s.to ? to : s.to;
-    const Stretch part{s.query, s.queries, from, to};
-    const Values values{found, (s.to - to < kFetchedAhead ? s.to : to + kFetchedAhead) - from};
-    find(t, t.node(s.query), t.values, t.value_stride, from, values.known, found);
-    if (from == s.from)
-      for (int64_t i = 0; i < values.known && i < kFetchedAhead; ++i) fetch(found[i], t.value_width);
-    int64_t column = 0;
-    for (; column + 64 <= t.value_width; column += 64) mix_columns<4>(t, part, values, scores, stride, column);
-    for (; column < t.value_width; column += 16) mix_columns<1>(t, part, values, scores, stride, column);
-  }
-}
 
 }  // namespace
 }  // namespace draftsmith

@@ -2,42 +2,40 @@
 // Everything is internal to that file: code for one processor must never be linked in the place of another's.
 // No standard header may come in after the instruction set is chosen, for the same reason.
 
+#include "kernels_lanes.inl"
+
 namespace draftsmith {
 namespace {
 
-constexpr int kLanes = 16;
 constexpr int64_t kLineBytes = 64;  // of packed weights: some inputs of every output of a panel
 
-// Sixteen values at a time, which every compiler turns into the registers it has. Loops over single values with a choice
-// in them would not do: compilers work out the constant side of a choice for all values, and where that is a number too
-// small for its format every one of them costs a hundred cycles.
-using Lanes = float __attribute__((vector_size(64), may_alias, aligned(4)));
-using Words = uint32_t __attribute__((vector_size(64), may_alias, aligned(4)));
-using Halves = bf16 __attribute__((vector_size(32), may_alias, aligned(2)));
-
-inline Lanes lanes_at(const float* values) { return *reinterpret_cast<const Lanes*>(values); }
-inline void put_lanes(Lanes values, float* to) { *reinterpret_cast<Lanes*>(to) = values; }
 inline Words words_at(const bf16* values) {
 #ifdef DRAFTSMITH_AVX512  // for this single instruction compilers would take several
   return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))));
 #else
-  return __builtin_convertvector(*reinterpret_cast<const Halves*>(values), Words);
+  return converted<Words>(Register<Halves>::at(values));
 #endif
 }
-inline Lanes widen_lanes(const bf16* values) { return reinterpret_cast<Lanes>(words_at(values) << 16); }
+inline Lanes widen_lanes(const bf16* values) { return same_bits<Lanes>(words_at(values) << 16); }
 // As `narrow`. Where one instruction does it, numbers below 1.2e-38 become 0, as in its products.
 inline Halves narrow_lanes(Lanes x) {
 #ifdef DRAFTSMITH_BF16
   return reinterpret_cast<Halves>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
 #else
-  const Words bits = reinterpret_cast<Words>(x), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return __builtin_convertvector((x == x ? rounded : bits | 0x400000u) >> 16, Halves);
+  const Words bits = same_bits<Words>(x), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return converted<Halves>(choose(x == x, rounded, bits | 0x400000u) >> 16);
 #endif
 }
-inline void put_narrow(Lanes x, bf16* to) { *reinterpret_cast<Halves*>(to) = narrow_lanes(x); }
+inline void put_narrow(Lanes x, bf16* to) { Register<Halves>::put(narrow_lanes(x), to); }
 inline Lanes lanes_through_bf16(Lanes x) {
-  const Halves narrowed = narrow_lanes(x);
-  return widen_lanes(reinterpret_cast<const bf16*>(&narrowed));
+#ifdef DRAFTSMITH_BF16
+  bf16 narrowed[kLanes];
+  put_narrow(x, narrowed);
+  return widen_lanes(narrowed);
+#else
+  const Words bits = same_bits<Words>(x), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return same_bits<Lanes>(choose(x == x, rounded, bits | 0x400000u) & 0xffff0000u);
+#endif
 }
 
 // a · b + c, rounded once where the file that includes this one says how.
@@ -75,7 +73,7 @@ inline Lanes exponential(Lanes x) {
   return reinterpret_cast<Lanes>(_mm512_mul_ps(value, scale));
 #else
   const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f, magic = Lanes{} + 12582912.0f;
-  x = x < low ? low : (x > high ? high : x);
+  x = choose(x < low, low, choose(x > high, high, x));
   const Lanes shifted = multiply_add(x, Lanes{} + 1.44269504088896341f, magic);  // the low bits: a whole number
   const Lanes whole = shifted - magic;
   const Lanes rest = multiply_add(whole, Lanes{} + 2.12194440e-4f, multiply_add(whole, Lanes{} - 0.693359375f, x));
@@ -86,7 +84,7 @@ inline Lanes exponential(Lanes x) {
   value = multiply_add(value, rest, Lanes{} + 1.6666665459e-1f);
   value = multiply_add(value, rest, Lanes{} + 5.0000001201e-1f);
   value = multiply_add(value * rest, rest, rest) + 1.0f;
-  return value * reinterpret_cast<Lanes>((reinterpret_cast<Words>(shifted) - 0x4b400000u + 127u) << 23);
+  return value * same_bits<Lanes>((same_bits<Words>(shifted) - 0x4b400000u + 127u) << 23);
 #endif
 }
 
@@ -103,13 +101,23 @@ struct Few {
 inline Lanes few_at(const float* values, int64_t count) { return lanes_at(Few<float>(values, count, 0).values); }
 inline Lanes widen_few(const bf16* values, int64_t count) { return widen_lanes(Few<bf16>(values, count, 0).values); }
 inline void put_few(Lanes x, int64_t count, bf16* to) {
-  const Halves narrowed = narrow_lanes(x);
-  __builtin_memcpy(to, &narrowed, count * sizeof(bf16));
+  bf16 narrowed[kLanes];
+  put_narrow(x, narrowed);
+  __builtin_memcpy(to, narrowed, count * sizeof(bf16));
+}
+
+// NaN is left out behind the first lane.
+inline float largest_lane(Lanes lanes) {
+  float all[kLanes];
+  put_lanes(lanes, all);
+  for (int l = 1; l < kLanes; ++l) all[0] = all[l] > all[0] ? all[l] : all[0];
+  return all[0];
 }
 
 inline float sum_of(Lanes lanes) {
-  float total[8];
-  for (int l = 0; l < 8; ++l) total[l] = lanes[l] + lanes[l + 8];
+  float total[kLanes];
+  put_lanes(lanes, total);
+  for (int l = 0; l < 8; ++l) total[l] += total[l + 8];
   for (int l = 0; l < 4; ++l) total[l] += total[l + 4];
   return (total[0] + total[2]) + (total[1] + total[3]);
 }
@@ -132,7 +140,7 @@ inline float dot(const bf16* a, const bf16* b, int64_t width) {
   Lanes sums{};
   int64_t d = 0;
   for (; d + kLanes <= width; d += kLanes) sums += widen_lanes(a + d) * widen_lanes(b + d);
-  for (int l = 0; d + l < width; ++l) sums[l] += widen(a[d + l]) * widen(b[d + l]);
+  if (d < width) sums += widen_few(a + d, width - d) * widen_few(b + d, width - d);
   return sum_of(sums);
 }
 
@@ -140,7 +148,7 @@ inline float sum_of_squares(const float* x, int64_t count) {
   Lanes sums{};
   int64_t d = 0;
   for (; d + kLanes <= count; d += kLanes) sums += lanes_at(x + d) * lanes_at(x + d);
-  for (int l = 0; d + l < count; ++l) sums[l] += x[d + l] * x[d + l];
+  if (d < count) sums += few_at(x + d, count - d) * few_at(x + d, count - d);
   return sum_of(sums);
 }
 
@@ -165,14 +173,11 @@ float round_row(const float* values, int64_t count, float* to) {
   for (; i + kLanes <= count; i += kLanes) {
     const Lanes rounded = lanes_through_bf16(lanes_at(values + i));
     put_lanes(rounded, to + i);
-    most = rounded > most ? rounded : most;
+    most = larger(rounded, most);
   }
   const Lanes rounded = lanes_through_bf16(lanes_at(Few<float>(values + i, count - i, -__builtin_inff()).values));
   for (int l = 0; i + l < count; ++l) to[i + l] = rounded[l];
-  most = rounded > most ? rounded : most;
-  float highest = most[0];
-  for (int l = 1; l < kLanes; ++l) highest = most[l] > highest ? most[l] : highest;
-  return highest;
+  return largest_lane(larger(rounded, most));
 }
 
 // The nearest whole number, ties to even, of a small x.
@@ -236,11 +241,11 @@ void silu_times(const float* gate, const float* up, int64_t count, bf16* out) {
 
 // x · Φ(x), by a formula for erf with an absolute error below 2e-7 (Abramowitz and Stegun, 7.1.26).
 inline Lanes gelu(Lanes x) {
-  const Lanes z = (x < 0.0f ? -x : x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
+  const Lanes z = choose(x < 0.0f, -x, x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * z);
   const Lanes series =
       ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
   const Lanes tail = 0.5f * series * exponential(-z * z);
-  return x * (x < 0.0f ? tail : 1.0f - tail);
+  return x * choose(x < 0.0f, tail, 1.0f - tail);
 }
 
 void widen_row(const bf16* x, int64_t count, float* to) {
@@ -273,7 +278,10 @@ float sum_exponentials(const float* x, int64_t count, float highest) {
   Lanes sums{};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) sums += exponential(lanes_at(x + i) - highest);
-  for (int l = 0; i + l < count; ++l) sums[l] += exponential(Lanes{} + (x[i + l] - highest))[0];
+  if (i < count) {
+    const int64_t left = count - i;
+    sums += choose(numbers() < static_cast<uint32_t>(left), exponential(few_at(x + i, left) - highest), Lanes{});
+  }
   return sum_of(sums);
 }
 
@@ -301,8 +309,8 @@ bool all_finite(const bf16* x, int64_t count) {
   Words none{};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    const Words exponents = reinterpret_cast<Words>(widen_lanes(x + i)) & 0x7f800000u;
-    none |= reinterpret_cast<Words>(exponents == 0x7f800000u);
+    const Words exponents = same_bits<Words>(widen_lanes(x + i)) & 0x7f800000u;
+    none |= same_bits<Words>(exponents == 0x7f800000u);
   }
   uint32_t found = 0;
   for (int l = 0; l < kLanes; ++l) found |= none[l];

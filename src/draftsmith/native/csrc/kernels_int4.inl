@@ -8,11 +8,10 @@ namespace {
 
 constexpr float kMagic = 12582912.0f;  // whose low bits are a whole number; added and taken off again, it rounds
 
-using Bytes = int8_t __attribute__((vector_size(16), may_alias, aligned(1)));
-
 inline uint32_t largest_word(Words words) {
-  uint32_t most[8];
-  for (int l = 0; l < 8; ++l) most[l] = words[l] > words[l + 8] ? words[l] : words[l + 8];
+  uint32_t most[kLanes];
+  Register<Words>::put(words, most);
+  for (int l = 0; l < 8; ++l) most[l] = most[l] > most[l + 8] ? most[l] : most[l + 8];
   for (int l = 0; l < 4; ++l) most[l] = most[l] > most[l + 4] ? most[l] : most[l + 4];
   for (int l = 0; l < 2; ++l) most[l] = most[l] > most[l + 2] ? most[l] : most[l + 2];
   return most[0] > most[1] ? most[0] : most[1];
@@ -21,8 +20,8 @@ inline uint32_t largest_word(Words words) {
 // As `quantise`, of a whole group, with the sum of what comes out.
 inline float quantise_group(const bf16* x, int8_t* to, int32_t* sum) {
   const Lanes first = widen_lanes(x), second = widen_lanes(x + kLanes);
-  const Words size = reinterpret_cast<Words>(first) & 0x7fffffffu, other = reinterpret_cast<Words>(second) & 0x7fffffffu;
-  union { uint32_t u; float f; } most{largest_word(size > other ? size : other)};
+  const Words size = same_bits<Words>(first) & 0x7fffffffu, other = same_bits<Words>(second) & 0x7fffffffu;
+  union { uint32_t u; float f; } most{largest_word(choose(size > other, size, other))};
   const float inverse = most.u > 0 ? 127 / most.f : 0;
   if (!(inverse <= 3e38f) || most.u >= 0x7f800000u) {  // too small for its inverse, or not finite
     for (int64_t i = 0; i < kGroup; ++i) to[i] = 0;
@@ -33,8 +32,8 @@ inline float quantise_group(const bf16* x, int8_t* to, int32_t* sum) {
   }
   const Lanes magic = Lanes{} + kMagic;
   const Lanes low = first * inverse + magic, high = second * inverse + magic;
-  *reinterpret_cast<Bytes*>(to) = __builtin_convertvector(reinterpret_cast<Words>(low), Bytes);
-  *reinterpret_cast<Bytes*>(to + kLanes) = __builtin_convertvector(reinterpret_cast<Words>(high), Bytes);
+  put_bytes(same_bits<Words>(low), to);
+  put_bytes(same_bits<Words>(high), to + kLanes);
   *sum = static_cast<int32_t>(sum_of((low - magic) + (high - magic)));
   return most.f / 127;
 }
@@ -55,8 +54,8 @@ constexpr float kShares[] = {1.0f, 0.95f, 0.9f, 0.85f}, kAside[] = {-0.25f, 0.25
 template <class Step>
 inline Lanes levels_of(Lanes values, Step inverse, Step zero) {
   const Lanes least{}, most = Lanes{} + 15.0f, magic = Lanes{} + kMagic;
-  const Lanes at = values * inverse + zero, above = at > least ? at : least;  // 0 for NaN
-  return ((above > most ? most : above) + magic) - magic;
+  const Lanes above = larger(values * inverse + zero, least);  // 0 for NaN
+  return (choose(above > most, most, above) + magic) - magic;
 }
 
 void round_group(const float* values, float unit, uint8_t* levels, uint8_t* scale, uint8_t* zero) {
@@ -111,11 +110,11 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
   Lanes low = lanes_at(values), high = low, broken = unit * none;
   for (int64_t k = 0; k < kGroup; ++k) {
     const Lanes value = lanes_at(values + k * kLanes);
-    low = value < low ? value : low, high = value > high ? value : high;
+    low = choose(value < low, value, low), high = larger(value, high);
     broken += value * none;  // NaN where one is not finite
   }
   const auto counts = (broken == broken) & ((low != none) | (high != none));
-  low = low < none ? low : none, high = high > low / 2 ? high : low / 2;
+  low = choose(low < none, low, none), high = larger(high, low / 2);
   Lanes best{}, best_scale{}, best_zero{}, best_levels[kGroup] = {}, best_errors[kGroup] = {};
   Lanes tried[kGroup], errors[kGroup];
   float own[kGroup * kGroup];  // near each other: rows of factors may lie so that caches hold few of them
@@ -124,20 +123,21 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
     for (const float aside : kAside) {
       // As in `round_group`.
       const Lanes wanted = ((high / 15 - low / 15) * share / (8 * unit) + magic) - magic;
-      const Lanes above = wanted > one ? wanted : one;
-      const Lanes whole = above > most ? most : above, step = 8 * (whole * unit);
+      const Lanes above = larger(wanted, one);
+      const Lanes whole = choose(above > most, most, above), step = 8 * (whole * unit);
       const Lanes inverse = 1 / step, bottom = low + (1 - share) / 2 * (high - low);
-      const Lanes eighths = ((aside - bottom * inverse) * 8 + magic) - magic, least = eighths > none ? eighths : none;
-      const Lanes nearest = least > most ? most : least;
+      const Lanes eighths = ((aside - bottom * inverse) * 8 + magic) - magic, least = larger(eighths, none);
+      const Lanes nearest = choose(least > most, most, least);
       const Lanes error = round_in_turn(values, own, step, inverse, nearest / 8, tried, errors);
       const auto better = (error < best) | (best_scale == none);
-      best = better ? error : best, best_scale = better ? whole : best_scale, best_zero = better ? nearest : best_zero;
+      best = choose(better, error, best), best_scale = choose(better, whole, best_scale);
+      best_zero = choose(better, nearest, best_zero);
       for (int64_t k = 0; k < kGroup; ++k) {
-        best_levels[k] = better ? tried[k] : best_levels[k];
-        best_errors[k] = better ? errors[k] : best_errors[k];
+        best_levels[k] = choose(better, tried[k], best_levels[k]);
+        best_errors[k] = choose(better, errors[k], best_errors[k]);
       }
     }
-  for (int64_t k = 0; k < kGroup; ++k) best_errors[k] = counts ? best_errors[k] : none;
+  for (int64_t k = 0; k < kGroup; ++k) best_errors[k] = choose(counts, best_errors[k], none);
   constexpr int64_t kTogether = 4;  // sums that do not wait for each other
   for (int64_t later = kGroup; later < inputs; later += kTogether) {
     Lanes handed[kTogether] = {};

@@ -8,7 +8,6 @@ float maxima(const float* x, int64_t count, float* most) {
   static_assert(kParts == kLanes && kStretch % kLanes == 0);
   const float none = -__builtin_inff(), spoilt = __builtin_nanf("");
   Words strange{};
-  bool found = false;
   Lanes all = Lanes{} + none;
   for (int64_t start = 0; start < count; start += kStretch, most += kLanes) {
     Lanes best = Lanes{} + none;
@@ -16,19 +15,20 @@ float maxima(const float* x, int64_t count, float* most) {
     const int64_t stop = start + kStretch < count ? start + kStretch : count;
     for (; i + kLanes <= stop; i += kLanes) {
       const Lanes some = lanes_at(x + i);
-      best = some > best ? some : best;
-      strange |= reinterpret_cast<Words>(some != some);
+      best = larger(some, best);
+      strange |= same_bits<Words>(some != some);
     }
-    for (int l = 0; i + l < stop; ++l) {
-      best[l] = x[i + l] > best[l] ? x[i + l] : best[l];
-      found |= x[i + l] != x[i + l];
+    if (i < stop) {
+      const Lanes some = lanes_at(Few<float>(x + i, stop - i, none).values);
+      best = larger(some, best);
+      strange |= same_bits<Words>(some != some);
     }
     put_lanes(best, most);
-    all = best > all ? best : all;
+    all = larger(best, all);
   }
-  float largest = none;
-  for (int l = 0; l < kLanes; ++l) found |= strange[l] != 0, largest = all[l] > largest ? all[l] : largest;
-  return found ? spoilt : largest;
+  bool found = false;
+  for (int l = 0; l < kLanes; ++l) found |= strange[l] != 0;
+  return found ? spoilt : largest_lane(all);
 }
 
 template <bool kDivides>
@@ -41,8 +41,12 @@ inline void weigh_by(const float* x, int64_t count, float temperature, float hig
       const Lanes some = exponential(kDivides ? lanes_at(x + i) / temperature - highest : lanes_at(x + i) - highest);
       put_lanes(some, weights + i), sum += some;
     }
-    for (int l = 0; i + l < stop; ++l)
-      weights[i + l] = exponential(Lanes{} + (x[i + l] / temperature - highest))[0], sum[l] += weights[i + l];
+    if (i < stop) {
+      const int64_t left = stop - i;
+      const Lanes some = exponential(few_at(x + i, left) / temperature - highest);
+      for (int l = 0; l < left; ++l) weights[i + l] = some[l];
+      sum += choose(numbers() < static_cast<uint32_t>(left), some, Lanes{});
+    }
     *sums++ = sum_of(sum);
   }
 }
@@ -54,12 +58,7 @@ void weigh(const float* x, int64_t count, float temperature, float highest, floa
     weigh_by<true>(x, count, temperature, highest, weights, sums);
 }
 
-using Doubles = double __attribute__((vector_size(64), may_alias, aligned(8)));
-using Eight = float __attribute__((vector_size(32), may_alias, aligned(4)));
-
-inline Doubles doubles_at(const float* values) {
-  return __builtin_convertvector(*reinterpret_cast<const Eight*>(values), Doubles);
-}
+inline Doubles doubles_at(const float* values) { return converted<Doubles>(Register<Eight>::at(values)); }
 
 inline double sum_of_doubles(Doubles a, Doubles b) {
   double sum = 0;
@@ -75,9 +74,9 @@ void rest(const float* w, double w_scale, const float* q, double q_scale, int64_
     for (; i + 16 <= stop; i += 16)
       for (int half = 0; half < 2; ++half) {
         const Doubles left = doubles_at(w + i + 8 * half) * w_scale - doubles_at(q + i + 8 * half) * q_scale;
-        const Doubles some = left > 0.0 ? left : Doubles{};
+        const Doubles some = Register<Doubles>::choose(left > 0.0, left, Doubles{});
         sum[half] += some;
-        if (to != nullptr) *reinterpret_cast<Doubles*>(to + i + 8 * half) = some;
+        if (to != nullptr) Register<Doubles>::put(some, to + i + 8 * half);
       }
     double all = sum_of_doubles(sum[0], sum[1]);
     for (; i < stop; ++i) {
@@ -97,7 +96,7 @@ void share(float* weights, int64_t count, float factor, double* sums) {
     int64_t i = start;
     for (; i + kLanes <= stop; i += kLanes) {
       const Lanes some = lanes_at(weights + i);
-      put_lanes(some > 1e-30f ? some * factor : Lanes{}, weights + i);
+      put_lanes(choose(some > 1e-30f, some * factor, Lanes{}), weights + i);
       for (int half = 0; half < 2; ++half) sum[half] += doubles_at(weights + i + 8 * half);
     }
     double all = sum_of_doubles(sum[0], sum[1]);
@@ -105,8 +104,6 @@ void share(float* weights, int64_t count, float factor, double* sums) {
     *sums++ = all;
   }
 }
-
-using Ints = int32_t __attribute__((vector_size(64), may_alias, aligned(4)));
 
 inline Words scramble(Words x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
@@ -117,12 +114,11 @@ inline Words scramble(Words x) {
 int64_t early(const float* weights, int64_t count, uint32_t first, uint64_t key, float reach, int32_t* places) {
   const Words low = Words{} + static_cast<uint32_t>(key), high = Words{} + static_cast<uint32_t>(key >> 32);
   const Lanes bound = Lanes{} + reach * 0x1p24f;
-  Words tokens = Words{} + first;
-  for (int l = 0; l < kLanes; ++l) tokens[l] += static_cast<uint32_t>(l);
+  Words tokens = numbers() + first;
   // Of a word the upper 24 bits, which a float holds.
-  const auto is_early = [&](Words numbers, Lanes some) {
-    const Words words = scramble(scramble(numbers ^ low) + high);
-    return reinterpret_cast<Words>(__builtin_convertvector(reinterpret_cast<Ints>(words >> 8), Lanes) <= some * bound);
+  const auto is_early = [&](Words tokens_of_lanes, Lanes some) {
+    const Words words = scramble(scramble(tokens_of_lanes ^ low) + high);
+    return same_bits<Words>(converted<Lanes>(same_bits<Ints>(words >> 8)) <= some * bound);
   };
   int64_t found = 0, i = 0;
   for (; i + kLanes <= count; i += kLanes, tokens += static_cast<uint32_t>(kLanes)) {
@@ -134,9 +130,7 @@ int64_t early(const float* weights, int64_t count, uint32_t first, uint64_t key,
         if (some[l] != 0) places[found++] = static_cast<int32_t>(i + l);
   }
   if (i < count) {
-    Lanes last{};
-    for (int l = 0; i + l < count; ++l) last[l] = weights[i + l];
-    const Words some = is_early(tokens, last);
+    const Words some = is_early(tokens, few_at(weights + i, count - i));
     for (int l = 0; i + l < count; ++l)
       if (some[l] != 0) places[found++] = static_cast<int32_t>(i + l);
   }
