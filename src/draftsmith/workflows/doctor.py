@@ -195,8 +195,8 @@ class Diagnosis:
         said = []
         if self.auto_dtype != "bf16":
             said.append(
-                f"--dtype auto takes {self.auto_dtype} here, because the {self.kernels} kernels have not been measured: "
-                "--dtype bf16 reads half as many bytes by them."
+                f"--dtype auto takes {self.auto_dtype} here, because the {self.kernels} kernels have not been "
+                "measured: --dtype bf16 reads half as many bytes by them."
             )
         said.append(
             "--quantize int8 reads half as many bytes as bf16: the text is then that of the quantised model, drafts "
