@@ -81,11 +81,11 @@ void interleave(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
 }  // namespace
 
 const Kernels* avx512_kernels() {
-  const Kernels* base = avx2_kernels();
+  const Kernels* base = avx2_kernels();  // which has code of its own where this file would have none
   if (base == nullptr || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
       !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
     return nullptr;
-  static const Kernels table{"avx512", gemm, base->gemm_int8, gemm_int4_by<Int4Lines>, attend_by<score_keys, mix_values>, room_for_scores, rms_norm,
+  static const Kernels table{"avx512", gemm, base->gemm_int8, gemm_int4_by<Int4Lines>, base->attend, base->attention_room, rms_norm,
                              silu_times, narrow_row, add_row, round_row, quantise, quantise_groups, round_group, round_panel, rotate, activate,
                              sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, rest, share, early, interleave};
   return &table;
