@@ -19,6 +19,15 @@ inline __m256 highs(__m256i pairs) {
   return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
 }
 
+// While line k is multiplied, a block of rows asks for its part of what comes next, when it is its turn.
+template <int kPanels>
+[[gnu::always_inline]] inline void fetch_ahead(const Ahead& ahead, const Reach& reach, int64_t k, int64_t& turn) {
+  if (ahead.from == nullptr || turn-- != 0) return;
+  const int64_t line = reach.whole() ? k * kPanels : k - reach.first, apart = reach.whole() ? 1 : reach.lines;
+  for (int p = 0; p < kPanels; ++p) _mm_prefetch(ahead.from + (line + p * apart) * kLineBytes, _MM_HINT_T1);
+  turn = ahead.blocks - 1;
+}
+
 template <int kRows, int kPanels>
 struct Block {
   static void run(const bf16* x, int64_t x_stride, const bf16* w, const Reach& reach, float* y, int64_t y_stride,
@@ -29,14 +38,9 @@ struct Block {
         for (int h = 0; h < 2; ++h)
           sum[r][p][h] =
               reach.first == 0 ? _mm256_setzero_ps() : _mm256_loadu_ps(y + r * y_stride + p * kPanel + 8 * h);
-    const char* next = ahead.from;
     int64_t turn = ahead.number;
     for (int64_t k = reach.first; k < reach.last; ++k) {
-      if (next != nullptr && turn-- == 0) {  // as in kernels_avx512bf16.cpp
-        const int64_t line = reach.whole() ? k * kPanels : k - reach.first, apart = reach.whole() ? 1 : reach.lines;
-        for (int p = 0; p < kPanels; ++p) _mm_prefetch(next + (line + p * apart) * kLineBytes, _MM_HINT_T1);
-        turn = ahead.blocks - 1;
-      }
+      fetch_ahead<kPanels>(ahead, reach, k, turn);
       for (int p = 0; p < kPanels; ++p) {
         const __m256i* line = reinterpret_cast<const __m256i*>(w + (p * reach.lines + k) * 2 * kPanel);
         // As many variables as registers: compilers keep arrays of so few in memory.
@@ -85,14 +89,9 @@ struct BlockOfQuads {
           sum[r][p][h] = reach.first == 0 ? _mm256_setzero_si256()
                                           : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(
                                                 y + r * y_stride + p * kPanel + 8 * h));
-    const char* next = ahead.from;
     int64_t turn = ahead.number;
     for (int64_t k = reach.first; k < reach.last; ++k) {
-      if (next != nullptr && turn-- == 0) {  // as in kernels_avx512bf16.cpp
-        const int64_t line = reach.whole() ? k * kPanels : k - reach.first, apart = reach.whole() ? 1 : reach.lines;
-        for (int p = 0; p < kPanels; ++p) _mm_prefetch(next + (line + p * apart) * kLineBytes, _MM_HINT_T1);
-        turn = ahead.blocks - 1;
-      }
+      fetch_ahead<kPanels>(ahead, reach, k, turn);
       for (int p = 0; p < kPanels; ++p)
         for (int h = 0; h < 2; ++h) {
           const __m256i weights =
