@@ -19,7 +19,7 @@ def transformers_peer(
     """Load the target's weights once more for transformers' own greedy `generate`, in the same place.
 
     Args:
-        dtype: that of the target if None; but fp32 in the place of a bf16 that PyTorch would multiply slowly.
+        dtype: by default the target's; where that is bf16 and PyTorch multiplies it slowly, fp32, which is faster.
     """
     if dtype is None:
         slow = target.dtype == torch.bfloat16 and not multiplies_bf16(target.device)

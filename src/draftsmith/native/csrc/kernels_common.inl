@@ -17,13 +17,17 @@ inline Words words_at(const bf16* values) {
 #endif
 }
 inline Lanes widen_lanes(const bf16* values) { return same_bits<Lanes>(words_at(values) << 16); }
+// The bits of numbers rounded to bf16, as `narrow` rounds them, in the upper halves; the lower ones mean nothing.
+[[maybe_unused]] inline Words rounded_bits(Lanes x) {
+  const Words bits = same_bits<Words>(x), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return choose(x == x, rounded, bits | 0x400000u);
+}
 // As `narrow`. Where one instruction does it, numbers below 1.2e-38 become 0, as in its products.
 inline Halves narrow_lanes(Lanes x) {
 #ifdef DRAFTSMITH_BF16
   return reinterpret_cast<Halves>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(x)));
 #else
-  const Words bits = same_bits<Words>(x), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return converted<Halves>(choose(x == x, rounded, bits | 0x400000u) >> 16);
+  return converted<Halves>(rounded_bits(x) >> 16);
 #endif
 }
 inline void put_narrow(Lanes x, bf16* to) { Register<Halves>::put(narrow_lanes(x), to); }
@@ -33,8 +37,7 @@ inline Lanes lanes_through_bf16(Lanes x) {
   put_narrow(x, narrowed);
   return widen_lanes(narrowed);
 #else
-  const Words bits = same_bits<Words>(x), rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return same_bits<Lanes>(choose(x == x, rounded, bits | 0x400000u) & 0xffff0000u);
+  return same_bits<Lanes>(rounded_bits(x) & 0xffff0000u);
 #endif
 }
 

@@ -2,7 +2,9 @@
 // kernels_common.inl.
 //
 // Compilers do have vectors that are wider than a processor's registers, but most of what is done with them they do value
-// by value. So only vectors of one register are left to them, and wider ones are made of these here.
+// by value. So only vectors of one register are left to them, and wider ones are made of these here. Loops over single values
+// with a choice in them would not do either: compilers work out the constant side of a choice for all values, and where that
+// is a number too small for its format every one of them costs a hundred cycles.
 
 namespace draftsmith {
 namespace {
