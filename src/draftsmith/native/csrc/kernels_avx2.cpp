@@ -128,7 +128,11 @@ struct Int4Halves {
   using Real = __m256;
   static Real nothing() { return _mm256_setzero_ps(); }
   static Whole zero() { return _mm256_setzero_si256(); }
-  static Whole all(int word) { return _mm256_set1_epi32(word); }
+  static Whole all(const void* from) {
+    int word;
+    __builtin_memcpy(&word, from, sizeof word);
+    return _mm256_set1_epi32(word);
+  }
   static Whole load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
   static void split(const uint8_t* from, Whole& low, Whole& high) {
     const Whole both = load(from), nibble = _mm256_set1_epi8(15);
@@ -136,7 +140,9 @@ struct Int4Halves {
   }
   // Sums of 16 bits hold a group: eight times two products of 15 · 127 at most.
   static Whole add(Whole sum, Whole weights, Whole inputs) {
-    return _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, inputs));
+    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, inputs));
+    asm("" : "+x"(sum));  // compilers would make all products of a group first, which are more than there are registers
+    return sum;
   }
   static Whole exact(Whole sum, Whole zeros, Whole minus) {
     return _mm256_add_epi32(_mm256_madd_epi16(sum, _mm256_set1_epi16(8)), _mm256_madd_epi16(zeros, minus));

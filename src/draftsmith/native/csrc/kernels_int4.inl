@@ -17,8 +17,11 @@ inline uint32_t largest_word(Words words) {
   return most[0] > most[1] ? most[0] : most[1];
 }
 
-// As `quantise`, of a whole group, with the sum of what comes out.
-inline float quantise_group(const bf16* x, int8_t* to, int32_t* sum) {
+// What `GroupedRows` says of a sum.
+inline int32_t minus_of(int32_t sum) { return -sum & 0xffff; }
+
+// As `quantise`, of a whole group, with what `GroupedRows` says of its sum.
+inline float quantise_group(const bf16* x, int8_t* to, int32_t* minus) {
   const Lanes first = widen_lanes(x), second = widen_lanes(x + kLanes);
   const Words size = same_bits<Words>(first) & 0x7fffffffu, other = same_bits<Words>(second) & 0x7fffffffu;
   union { uint32_t u; float f; } most{largest_word(choose(size > other, size, other))};
@@ -26,25 +29,26 @@ inline float quantise_group(const bf16* x, int8_t* to, int32_t* sum) {
   if (!(inverse <= 3e38f) || most.u >= 0x7f800000u) {  // too small for its inverse, or not finite
     for (int64_t i = 0; i < kGroup; ++i) to[i] = 0;
     const float scale = quantise(x, kGroup, to);
-    *sum = 0;
-    for (int64_t i = 0; i < kGroup; ++i) *sum += to[i];
+    int32_t sum = 0;
+    for (int64_t i = 0; i < kGroup; ++i) sum += to[i];
+    *minus = minus_of(sum);
     return scale;
   }
   const Lanes magic = Lanes{} + kMagic;
   const Lanes low = first * inverse + magic, high = second * inverse + magic;
   put_bytes(same_bits<Words>(low), to);
   put_bytes(same_bits<Words>(high), to + kLanes);
-  *sum = static_cast<int32_t>(sum_of((low - magic) + (high - magic)));
+  *minus = minus_of(static_cast<int32_t>(sum_of((low - magic) + (high - magic))));
   return most.f / 127;
 }
 
-void quantise_groups(const bf16* x, int64_t count, int8_t* to, float* scales, int32_t* sums) {
+void quantise_groups(const bf16* x, int64_t count, int8_t* to, float* scales, int32_t* minus) {
   int64_t k = 0;
-  for (; k + kGroup <= count; k += kGroup, to += kGroup) *scales++ = quantise_group(x + k, to, sums++);
+  for (; k + kGroup <= count; k += kGroup, to += kGroup) *scales++ = quantise_group(x + k, to, minus++);
   if (k == count) return;
   bf16 last[kGroup] = {};
   for (int64_t i = 0; k + i < count; ++i) last[i] = x[k + i];
-  *scales = quantise_group(last, to, sums);
+  *scales = quantise_group(last, to, minus);
 }
 
 // Scales and zero points that are tried: shares of a group's range, levels moved aside by parts of a step.
@@ -170,7 +174,7 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
             for (int64_t j = 0; j < 4; ++j)
               sum[n] += (line[4 * n + j] & 15) * inputs[i + j] + (line[4 * n + j] >> 4) * inputs[i + 4 + j];
         for (int64_t n = 0; n < kPanel; ++n) {
-          const int32_t exact = 8 * sum[n] - details[4 * n] * x.sums[r * groups + g];
+          const int32_t exact = 8 * sum[n] + details[4 * n] * static_cast<int16_t>(x.minus[r * groups + g]);
           total[n] += static_cast<float>(exact) * (static_cast<float>(details[4 * n + 2]) * x.scales[r * groups + g]);
         }
       }
@@ -208,9 +212,8 @@ inline void block_int4(const GroupedRows& x, int64_t first, const uint8_t* w, in
       for (int c = 0; c < kColumns; ++c)
         Set::split(lines + c / kPieces * size + l * kLineBytes + c % kPieces * Set::kBytes, low[c], high[c]);
       for (int r = 0; r < kRows; ++r) {
-        int quads[2];
-        __builtin_memcpy(quads, x.values + (at + r * groups) * kGroup + 8 * l, sizeof quads);
-        const typename Set::Whole before = Set::all(quads[0]), behind = Set::all(quads[1]);
+        const int8_t* inputs = x.values + (at + r * groups) * kGroup + 8 * l;
+        const typename Set::Whole before = Set::all(inputs), behind = Set::all(inputs + 4);
         for (int c = 0; c < kColumns; ++c) sum[r][c] = Set::add(sum[r][c], low[c], before);
         for (int c = 0; c < kColumns; ++c) sum[r][c] = Set::add(sum[r][c], high[c], behind);
       }
@@ -221,7 +224,7 @@ inline void block_int4(const GroupedRows& x, int64_t first, const uint8_t* w, in
       const typename Set::Real scales = Set::real(Set::template byte<kSecond ? 3 : 2>(both));
       for (int r = 0; r < kRows; ++r) {
         // Beside a zero point stands a zero.
-        const typename Set::Whole minus = Set::all(-x.sums[at + r * groups] & 0xffff);
+        const typename Set::Whole minus = Set::all(x.minus + at + r * groups);
         const typename Set::Real exact = Set::real(Set::exact(sum[r][c], zeros, minus));
         total[r][c] = Set::plus(total[r][c], Set::times(exact, Set::times(scales, Set::each(x.scales[at + r * groups]))));
       }
@@ -304,7 +307,11 @@ struct Int4Lines {
   using Real = __m512;
   static Real nothing() { return _mm512_setzero_ps(); }
   static Whole zero() { return _mm512_setzero_si512(); }
-  static Whole all(int word) { return _mm512_set1_epi32(word); }
+  static Whole all(const void* from) {
+    int word;
+    __builtin_memcpy(&word, from, sizeof word);
+    return _mm512_set1_epi32(word);
+  }
   static Whole load(const uint8_t* from) { return _mm512_loadu_si512(from); }
   static void split(const uint8_t* from, Whole& low, Whole& high) {
     const Whole both = load(from), nibble = _mm512_set1_epi8(15);
@@ -320,9 +327,11 @@ struct Int4Lines {
     return _mm512_dpwssd_epi32(_mm512_slli_epi32(sum, 3), zeros, minus);
   }
 #else
-  // Sums of 16 bits hold a group: eight times two products of 15 · 127 at most.
+  // As that of `Int4Halves`.
   static Whole add(Whole sum, Whole weights, Whole inputs) {
-    return _mm512_add_epi16(sum, _mm512_maddubs_epi16(weights, inputs));
+    sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(weights, inputs));
+    asm("" : "+v"(sum));
+    return sum;
   }
   static Whole exact(Whole sum, Whole zeros, Whole minus) {
     return _mm512_add_epi32(_mm512_madd_epi16(sum, _mm512_set1_epi16(8)), _mm512_madd_epi16(zeros, minus));

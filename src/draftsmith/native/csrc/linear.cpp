@@ -68,16 +68,16 @@ Linear as_any_linear(const Tensor& packed, const Tensor& scales, const Tensor& s
 
 void Quantised::reserve(int64_t rows, int64_t inputs) {
   const int64_t groups = (inputs + kGroup - 1) / kGroup;
-  values.reserve(rows * groups * kGroup), scales.reserve(rows * groups), sums.reserve(rows * groups);
+  values.reserve(rows * groups * kGroup), scales.reserve(rows * groups), minus.reserve(rows * groups);
 }
 
 void Quantised::take(const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows) {
   if (layer.nibbles != nullptr) {
     const int64_t groups = layer.groups();
-    values.resize(rows * groups * kGroup), scales.resize(rows * groups), sums.resize(rows * groups);
+    values.resize(rows * groups * kGroup), scales.resize(rows * groups), minus.resize(rows * groups);
     for (int64_t r = 0; r < rows; ++r)
       kernels().quantise_groups(x + r * x_stride, layer.inputs, values.data() + r * groups * kGroup,
-                                scales.data() + r * groups, sums.data() + r * groups);
+                                scales.data() + r * groups, minus.data() + r * groups);
     return;
   }
   const int64_t width = layer.quads() * 4;

@@ -110,7 +110,7 @@ constexpr int64_t kChunkRows = 64;
 struct Quantised {
   std::vector<int8_t> values;
   std::vector<float> scales;
-  std::vector<int32_t> sums;
+  std::vector<int32_t> minus;  // as in `GroupedRows`
 
   // For rows of up to so many inputs, of any kind.
   void reserve(int64_t rows, int64_t inputs);
@@ -148,7 +148,7 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
                          kChunk);
         } else if (layer.nibbles != nullptr) {
           const int64_t at = (taken_row + row) * layer.groups();
-          const GroupedRows grouped{taken->values.data() + at * kGroup, taken->scales.data() + at, taken->sums.data() + at};
+          const GroupedRows grouped{taken->values.data() + at * kGroup, taken->scales.data() + at, taken->minus.data() + at};
           kernels().gemm_int4(grouped, some, part.nibbles, layer.groups(), panels, next, results, kChunk);
         } else {
           const int64_t width = layer.quads() * 4, at = taken_row + row;
