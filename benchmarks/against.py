@@ -3,7 +3,7 @@
     git worktree add ../before COMMIT       # and build its native kernels, as the README says
     python benchmarks/against.py --before ../before/src
 
-Both decode the same prompt, plainly and with the embedded drafter (on 134 million random weights: with prompt lookup),
+Both decode the same prompt, plainly and with a drafter (by default the embedded one, on random weights prompt lookup),
 each in a process of its own, taking turns. Where a process has its memory changes its speed by more than a few per
 cent, so processes are started anew several times. Texts and steps have to be the same; with `--other-bits`, for work
 trees whose kernels round otherwise, only the number of tokens is.
@@ -19,7 +19,7 @@ from typing import Any
 WORKER = "--worker"
 
 
-def work(source: str, folder: str, drafter_name: str, rows: int) -> None:
+def work(source: str, folder: str, drafter_name: str, quantize: str, rows: int) -> None:
     """Load, then answer every line of standard input with the seconds of a call."""
     import torch
 
@@ -28,7 +28,7 @@ def work(source: str, folder: str, drafter_name: str, rows: int) -> None:
     from draftsmith import Engine, Plan, SamplingParams, Target, load_drafter
 
     assert draftsmith.__file__.startswith(source), draftsmith.__file__
-    target = Target.from_pretrained(folder, dtype="bf16")
+    target = Target.from_pretrained(folder, dtype="bf16", quantize=quantize)
     drafter = load_drafter(drafter_name, target)
     engine = Engine(target, drafter, max_batch=rows, max_length=1024)
     prompt = torch.randint(5, target.vocab_size, (60,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -60,6 +60,7 @@ def run() -> None:
     parser = arguments(__doc__, "against")
     parser.add_argument("--before", type=Path, required=True, help="folder src of the other work tree")
     parser.add_argument("--geometries", nargs="+", default=["demo", "134m"], choices=["demo", *GEOMETRIES])
+    parser.add_argument("--quantize", default="none", choices=["none", "int8", "int4"], help="weights of the target")
     parser.add_argument("--rows", nargs="+", type=int, default=[1])
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--processes", type=int, default=5, help="pairs, one after the other")
@@ -70,10 +71,10 @@ def run() -> None:
     cells, table = [], []
     for geometry in args.geometries:
         for rows in args.rows:
-            drafter = str(assets.demo_drafter()) if geometry == "demo" else "ngram"
+            drafter = args.drafter or (str(assets.demo_drafter()) if geometry == "demo" else "ngram")
             with model_folder(geometry, args.target, torch.bfloat16) as folder:
                 say(geometry)
-                found = measure_pairs([folder, drafter, str(rows)], sources, args, say)
+                found = measure_pairs([folder, drafter, args.quantize, str(rows)], sources, args, say)
             for way, (before, after, steps) in found.items():
                 ratio = ratio_of(before, after, args.seed)
                 cells.append({"geometry": geometry, "rows": rows, "way": way, "speed": as_json(ratio), "steps": steps})
@@ -125,6 +126,6 @@ def measure_pairs(job: list[str], sources: list[str], args: Any, say: Any) -> di
 
 if __name__ == "__main__":
     if WORKER in sys.argv:
-        work(sys.argv[2], sys.argv[3], sys.argv[4], int(sys.argv[5]))
+        work(*sys.argv[2:6], rows=int(sys.argv[6]))
     else:
         run()

@@ -25,11 +25,12 @@ from draftsmith.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from draftsmith.drafters.trainable.drafter import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.core import EngineCore
+from draftsmith.engine.guarded import Guarded
 from draftsmith.engine.policy import Choice, Load, Policy, RowHistory
 from draftsmith.engine.steps.replay import Replayed
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Target
-from draftsmith.types import SamplingParams
+from draftsmith.types import Context, Draft, SamplingParams
 from tests.helpers.recorder import OnCPU
 from tests.helpers.tiny import VOCABULARY, WIDTH, greedy_reference, prompts, tiny_model, tiny_target
 
@@ -148,6 +149,46 @@ def test_drafters_with_parts_are_drafted_for_as_they_are(inner: str):
         assert [one.tokens for one in engine.generate(questions, rules, Plan((1, 1, 1)))] == expected
     _, commit, draft = recorders[:3]
     assert not draft.replays and commit.replays > 80 and len(commit.computed) < 6
+
+
+@pytest.mark.parametrize("inner", ["mlp", *MEMORIES])
+def test_guarded_drafters_are_recorded_too(inner: str):
+    target, questions = tiny_target("llama"), prompts(4)
+    engine, recorders = replaying(target, Guarded(heads(inner), inner, VOCABULARY), max_batch=2)
+    plain, rules, plan = Engine(target, heads(inner), max_batch=2), SamplingParams(max_tokens=20), Plan((2, 1))
+    for _ in range(2):
+        found, expected = engine.generate(questions, rules, plan), plain.generate(questions, rules, plan)
+        assert [one.tokens for one in found] == [one.tokens for one in expected]
+        assert [one.statistics.accepted for one in found] == [one.statistics.accepted for one in expected]
+    assert recorders[2].replays > 5
+
+
+class FailsOnce(MLPSpeculator):
+    """Fails at its draft of a number."""
+
+    fails_at, drafts = 0, 0
+
+    def propose(self, context: Context, plan: Plan) -> Draft:
+        self.drafts += 1
+        if self.drafts == self.fails_at:
+            raise ValueError("out of order")
+        return super().propose(context, plan)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_failure_is_not_recorded(fails_at: int):
+    """Neither one before the recording nor one while it is made empties the drafts that follow."""
+    target, questions = tiny_target("llama"), prompts(4)
+    inner = FailsOnce(MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, inner_dim=16)).double().eval()
+    inner.fails_at = fails_at
+    guarded = Guarded(inner, "mlp", VOCABULARY)
+    engine, recorders = replaying(target, guarded, max_batch=1)
+    for question in questions:
+        [found] = engine.generate([question], SamplingParams(max_tokens=20), Plan((1, 1)))
+        assert found.tokens == greedy_reference(tiny_model("llama"), question, 20)
+        steps = found.statistics.steps
+        assert found.statistics.drafted >= 2 * (steps - 3)  # the first steps, and the last ones, may draft less
+    assert guarded.failures == 1 and (recorders[2].replays > 5) == (fails_at == 1)
 
 
 def test_it_may_run_in_inference_mode():

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Guarded(Drafter):
         self._guarded = [Guarded(part, name, vocab_size) for part in inner.parts]
         self.inner = inner.with_parts(self._guarded) if self._guarded else inner
         self.name, self._vocab_size, self.parts = name, vocab_size, tuple(self._guarded)
+        self._is_ready = False  # the next draft works on the device alone, and nothing may look at it
         self.part_names, self._failures = inner.part_names, 0
         self.taps, self.reads_prompt, self.borrows_layers = inner.taps, inner.reads_prompt, inner.borrows_layers
         self.can_sample, self.observes, self.follows_cheaply = inner.can_sample, inner.observes, inner.follows_cheaply
@@ -55,11 +56,22 @@ class Guarded(Drafter):
         """Return the inner drafter's draft if it fits this plan, and an empty one otherwise."""
         try:
             draft = self.inner.propose(context, plan)
-            _check(draft, len(context.rows_B), plan, self._vocab_size)
+            _check_shape(draft, len(context.rows_B), plan)
+            if draft.tokens_BN.numel() and draft.tokens_BN.device.type == "cpu" and not self._is_ready:
+                _check_guesses(draft, self._vocab_size)
         except Exception as error:  # whatever failed, the text does not depend on it
             self._note(error)
             return empty_draft(context)
         return draft
+
+    def ready(self, context: Context) -> Hashable | None:
+        memory = None
+        try:
+            memory = self.inner.ready(context)
+        except Exception as error:  # as above
+            self._note(error)
+        self._is_ready = memory is not None
+        return memory
 
     @property
     def owner(self) -> "weakref.ref[object] | None":
@@ -113,18 +125,19 @@ class Guarded(Drafter):
             log.error("the drafter %s failed for the %d. time: %s", self.name, self._failures, error, exc_info=error)
 
 
-def _check(draft: Draft, rows: int, plan: Plan, vocab_size: int) -> None:
+def _check_shape(draft: Draft, rows: int, plan: Plan) -> None:
     shape = tuple(draft.tokens_BN.shape)
     fits = len(shape) == 2 and shape[0] == rows and shape[1] <= plan.max_nodes and draft.depth <= plan.depth
     if not fits or tuple(draft.parents_BN.shape) != shape:
         raise ValueError(f"a draft of shape {shape}, {draft.depth} deep, for {rows} rows and {plan}")
-    if draft.tokens_BN.numel() and draft.tokens_BN.device.type == "cpu":
-        lowest, highest = map(int, draft.tokens_BN.aminmax())
-        if lowest < 0 or highest >= vocab_size:
-            raise ValueError(f"guesses from {lowest} to {highest}, but tokens go from 0 to {vocab_size - 1}")
-        before = int(draft.parents_BN.min())
-        nodes_N = torch.arange(shape[1])
-        if before < UNUSED or (draft.parents_BN >= nodes_N).any():
-            raise ValueError(f"parents {draft.parents_BN.tolist()}, but each has to come before its node")
-        if draft.is_chain and ((draft.parents_BN != UNUSED) & (draft.parents_BN != nodes_N - 1)).any():
-            raise ValueError(f"parents {draft.parents_BN.tolist()}, but the draft says that all its rows are chains")
+
+
+def _check_guesses(draft: Draft, vocab_size: int) -> None:
+    lowest, highest = map(int, draft.tokens_BN.aminmax())
+    if lowest < 0 or highest >= vocab_size:
+        raise ValueError(f"guesses from {lowest} to {highest}, but tokens go from 0 to {vocab_size - 1}")
+    nodes_N = torch.arange(draft.tokens_BN.shape[1])
+    if int(draft.parents_BN.min()) < UNUSED or (draft.parents_BN >= nodes_N).any():
+        raise ValueError(f"parents {draft.parents_BN.tolist()}, but each has to come before its node")
+    if draft.is_chain and ((draft.parents_BN != UNUSED) & (draft.parents_BN != nodes_N - 1)).any():
+        raise ValueError(f"parents {draft.parents_BN.tolist()}, but the draft says that all its rows are chains")

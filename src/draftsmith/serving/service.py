@@ -114,7 +114,7 @@ class Service:
             raise ApiError(503, "the server is about to end; ask another one.", retry_after=WAIT_S)
         # A request that is alone may be larger than the queue.
         if self.inside and self.inside + texts > self.most:
-            raise full(f"{self.inside} texts are in, {texts} more are asked for, and {self.most} have room")
+            raise full(f"{self.inside} texts are in, this request has {texts}, and {self.most} have room")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served."""
@@ -130,7 +130,7 @@ class Service:
             # Clients recognise this error by its first words, and shorten the conversation.
             raise bad(
                 f"This model's maximum context length is {self.max_length} tokens, but the prompt has {len(prompt)} "
-                f"and {max_tokens} more are asked for; shorten the prompt or lower max_tokens.", param,
+                f"and the answer may have {max_tokens}; shorten the prompt or lower max_tokens.", param,
                 "context_length_exceeded",
             )
 
