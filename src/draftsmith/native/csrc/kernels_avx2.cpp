@@ -174,17 +174,21 @@ inline void turn_words(__m256i (&r)[8]) {
   }
 }
 
+// Eight pairs of inputs of sixteen outputs, as eight lines of a panel; from(n) is where those of output n lie.
+template <class From>
+inline void interleave_eight(const From& from, bf16* to) {
+  for (int half = 0; half < 2; ++half) {
+    __m256i words[8];
+    for (int n = 0; n < 8; ++n) words[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from(8 * half + n)));
+    turn_words(words);
+    for (int n = 0; n < 8; ++n) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + n * 2 * kPanel) + half, words[n]);
+  }
+}
+
 void interleave(const bf16* rows, int64_t stride, int64_t pairs, bf16* to) {
   int64_t k = 0;
   for (; k + 8 <= pairs; k += 8, to += 8 * 2 * kPanel)
-    for (int half = 0; half < 2; ++half) {
-      __m256i words[8];
-      for (int n = 0; n < 8; ++n)
-        words[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + (8 * half + n) * stride + 2 * k));
-      turn_words(words);
-      for (int n = 0; n < 8; ++n)
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + n * 2 * kPanel) + half, words[n]);
-    }
+    interleave_eight([&](int n) { return rows + n * stride + 2 * k; }, to);
   interleave_plain(rows + 2 * k, stride, pairs - k, to);
 }
 

@@ -6,17 +6,10 @@ namespace {
 constexpr int64_t kWidestKeys = 256;  // of which some are turned into panels
 constexpr int64_t kKeyPanels = 4;     // at a time
 
-// Sixteen keys as a panel of weights, (pairs, 16, 2), turned eight pairs of eight keys at a time.
+// Sixteen keys as a panel of weights, (pairs, 16, 2).
 inline void pack_keys(const bf16* const* keys, int64_t width, bf16* panel) {
-  for (int64_t d = 0; d < width; d += 16)
-    for (int half = 0; half < 2; ++half) {
-      __m256i words[8];
-      for (int n = 0; n < 8; ++n)
-        words[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(keys[8 * half + n] + d));
-      turn_words(words);
-      for (int n = 0; n < 8; ++n)
-        _mm256_store_si256(reinterpret_cast<__m256i*>(panel + (d / 2 + n) * 2 * kPanel) + half, words[n]);
-    }
+  for (int64_t d = 0; d < width; d += 16, panel += 8 * 2 * kPanel)
+    interleave_eight([&](int n) { return keys[n] + d; }, panel);
 }
 
 // As `score_keys`, sixteen places at a time, by the product that layers use; past the last place, the last is read again,
