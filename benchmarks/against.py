@@ -3,7 +3,7 @@
     git worktree add ../before COMMIT       # and build its native kernels, as the README says
     python benchmarks/against.py --before ../before/src
 
-Both decode the same prompt, plainly and with a drafter (by default the embedded one, on random weights prompt lookup),
+Both decode the same prompt, plainly and with a drafter (by default the embedded one; on random weights, prompt lookup),
 each in a process of its own, taking turns. Where a process has its memory changes its speed by more than a few per
 cent, so processes are started anew several times. Texts and steps have to be the same; with `--other-bits`, for work
 trees whose kernels round otherwise, only the number of tokens is.

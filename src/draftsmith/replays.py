@@ -120,10 +120,16 @@ class Replays:
         function: its work is all on the device and follows from the shapes of its tensors and the values of its other
             arguments, which are hashable.
         copies: whether results are copied, so that they stay as they are when another recording runs.
+        to_record: what is recorded in the function's place: it does the same, and raises where the function may return
+            something else.
     """
 
-    def __init__(self, function: Callable[..., Any], recorder: Recorder, copies: bool) -> None:
+    def __init__(
+        self, function: Callable[..., Any], recorder: Recorder, copies: bool,
+        to_record: Callable[..., Any] | None = None,
+    ) -> None:
         self._function, self._recorder, self._copies = function, recorder, copies
+        self._to_record = function if to_record is None else to_record
         self._recordings: OrderedDict[Hashable, _Recording] = OrderedDict()
         self._met: OrderedDict[Hashable, None] = OrderedDict()
         self._can_record = True
@@ -167,11 +173,11 @@ class Replays:
                 held = [tensor.clone() for tensor in given]
             copies = iter(held)
             own = with_tensors(arguments, lambda _: next(copies))
-            made, replay = self._recorder.record(lambda: self._function(*own, *beside))
+            made, replay = self._recorder.record(lambda: self._to_record(*own, *beside))
         except torch.OutOfMemoryError:
             self.forget()
             return None
-        except RuntimeError as error:
+        except Exception as error:  # what is wrong with the function itself shows when it runs as it is
             self._can_record = False
             reason = str(error).strip().partition("\n")[0]
             log.warning("a piece of the step cannot be recorded on this GPU, so it runs slower: %s", reason)

@@ -167,28 +167,44 @@ class FailsOnce(MLPSpeculator):
     """Fails at its draft of a number."""
 
     fails_at, drafts = 0, 0
+    error: Exception = ValueError("out of order")
 
     def propose(self, context: Context, plan: Plan) -> Draft:
         self.drafts += 1
         if self.drafts == self.fails_at:
-            raise ValueError("out of order")
+            raise self.error
         return super().propose(context, plan)
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
-def test_a_failure_is_not_recorded(fails_at: int):
+@pytest.mark.parametrize(
+    ("fails_at", "error", "recorded", "failures"),
+    [
+        (1, ValueError("out of order"), True, 1),
+        (2, ValueError("out of order"), False, 0),
+        (2, RuntimeError("operation not permitted when stream is capturing"), False, 0),
+        (2, torch.OutOfMemoryError("CUDA out of memory"), True, 0),
+    ],
+    ids=["before", "while", "cannot", "full"],
+)
+@pytest.mark.parametrize("guards", [1, 2])
+def test_a_failure_is_not_recorded(
+    guards: int, fails_at: int, error: Exception, recorded: bool, failures: int, caplog: pytest.LogCaptureFixture
+):
     """Neither one before the recording nor one while it is made empties the drafts that follow."""
     target, questions = tiny_target("llama"), prompts(4)
     inner = FailsOnce(MLPConfig(hidden_size=WIDTH, vocab_size=VOCABULARY, inner_dim=16)).double().eval()
-    inner.fails_at = fails_at
+    inner.fails_at, inner.error = fails_at, error
     guarded = Guarded(inner, "mlp", VOCABULARY)
-    engine, recorders = replaying(target, guarded, max_batch=1)
+    drafter = guarded if guards == 1 else Guarded(guarded, "again", VOCABULARY)
+    engine, recorders = replaying(target, drafter, max_batch=1)
     for question in questions:
         [found] = engine.generate([question], SamplingParams(max_tokens=20), Plan((1, 1)))
         assert found.tokens == greedy_reference(tiny_model("llama"), question, 20)
         steps = found.statistics.steps
         assert found.statistics.drafted >= 2 * (steps - 3)  # the first steps, and the last ones, may draft less
-    assert guarded.failures == 1 and (recorders[2].replays > 5) == (fails_at == 1)
+    assert (recorders[2].replays > 5, guarded.failures) == (recorded, failures)
+    told = [record.message for record in caplog.records if "cannot be recorded" in record.message]
+    assert [message.endswith(str(error)) for message in told] == [True] * (not recorded)
 
 
 def test_it_may_run_in_inference_mode():

@@ -125,7 +125,7 @@ void grouped_products(const Kernels& k, int64_t rows, int64_t inputs, int64_t pa
         EXPECT(std::abs(static_cast<double>(scales[at]) * whole - right) <= 0.5001 * static_cast<double>(scales[at]),
                k.name, "quantise_groups" + sizes({inputs, g, i}));
       }
-      EXPECT((-sum & 0xffff) == minus[at], k.name, "quantise_groups, sum" + sizes({inputs, g}));
+      EXPECT(-sum == minus[at], k.name, "quantise_groups, sum" + sizes({inputs, g}));
     }
   }
   const Int4Panel panel{groups};
@@ -195,6 +195,34 @@ void grouped_products(const Kernels& k, int64_t rows, int64_t inputs, int64_t pa
         total += part;
       }
       EXPECT(total * units[n] == y[r * y_stride + n], k.name, "gemm_int4" + sizes({rows, inputs, panels, r, n}));
+    }
+}
+
+// Sums of groups at their largest: inputs of ±127, levels of 15 or 0, zero points and scales of 255.
+void largest_products(const Kernels& k, int64_t rows, int64_t groups, int64_t panels) {
+  Exact<int8_t> values(rows * groups * kGroup);
+  Exact<float> scales(rows * groups), y(rows * panels * kPanel);
+  Exact<int32_t> minus(rows * groups);
+  Exact<bf16> x(groups * kGroup);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t i = 0; i < x.count; ++i) x[i] = narrow(r % 2 ? -127.0f : 127.0f);
+    k.quantise_groups(x.data(), x.count, values.data() + r * x.count, scales.data() + r * groups, minus.data() + r * groups);
+  }
+  const Int4Panel panel{groups};
+  Exact<uint8_t> w(panels * panel.bytes());
+  for (int64_t i = 0; i < w.count; ++i) w[i] = i / 4 % 2 ? 255 : 0;  // levels, by turns of the outputs
+  const float unit = 1;
+  for (int64_t p = 0; p < panels; ++p) {
+    for (int64_t g = 0; g < groups; ++g) std::fill_n(w.data() + p * panel.bytes() + panel.details(g), 64, 255);
+    for (int64_t n = 0; n < kPanel; ++n)
+      std::copy_n(reinterpret_cast<const uint8_t*>(&unit), sizeof unit, w.data() + p * panel.bytes() + panel.units() + 4 * n);
+  }
+  k.gemm_int4({values.data(), scales.data(), minus.data()}, rows, w.data(), groups, panels, nullptr, y.data(), panels * kPanel);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t n = 0; n < panels * kPanel; ++n) {
+      const int64_t one = (n % 2 ? 8 * 15 - 255 : -255) * (r % 2 ? -127 : 127) * kGroup * 255;
+      EXPECT(static_cast<float>(one * groups) == y[r * panels * kPanel + n], k.name,
+             "gemm_int4, largest" + sizes({rows, groups, panels, r, n}));
     }
 }
 
@@ -553,6 +581,9 @@ int main(int count, char** words) {
     for (const int64_t rows : {0, 1, 2, 3, 4, 6, 7, 13, 17})
       for (const int64_t panels : {1, 2, 3, 4, 5, 8})
         for (const int64_t inputs : {1, 31, 32, 33, 100, 192}) grouped_products(k, rows, inputs, panels);
+    for (const int64_t rows : {1, 2, 3, 4, 6})
+      for (const int64_t panels : {1, 2, 3})
+        for (const int64_t groups : {1, 2}) largest_products(k, rows, groups, panels);
     for (const int64_t groups : {1, 2, 3, 7})
       for (const int64_t width : {1, 8, 12, 15, 16, 33, 64, 80})
         for (const int64_t committed : {0, 5, 37})

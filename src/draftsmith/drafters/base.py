@@ -108,9 +108,9 @@ class Drafter(ABC):
         return
 
     @property
-    def failures(self) -> int:
-        """How often it returned an empty draft because something failed; most drafters raise instead."""
-        return 0
+    def unguarded(self) -> "Drafter":
+        """The drafter that raises where this one returns an empty draft instead; for most drafters the same."""
+        return self
 
     def ready(self, context: Context) -> Hashable | None:
         """Do what the host has to do before a draft from this context, so that the draft works on the device alone.

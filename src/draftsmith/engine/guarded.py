@@ -33,7 +33,6 @@ class Guarded(Drafter):
         self._guarded = [Guarded(part, name, vocab_size) for part in inner.parts]
         self.inner = inner.with_parts(self._guarded) if self._guarded else inner
         self.name, self._vocab_size, self.parts = name, vocab_size, tuple(self._guarded)
-        self._is_ready = False  # the next draft works on the device alone, and nothing may look at it
         self.part_names, self._failures = inner.part_names, 0
         self.taps, self.reads_prompt, self.borrows_layers = inner.taps, inner.reads_prompt, inner.borrows_layers
         self.can_sample, self.observes, self.follows_cheaply = inner.can_sample, inner.observes, inner.follows_cheaply
@@ -57,7 +56,8 @@ class Guarded(Drafter):
         try:
             draft = self.inner.propose(context, plan)
             _check_shape(draft, len(context.rows_B), plan)
-            if draft.tokens_BN.numel() and draft.tokens_BN.device.type == "cpu" and not self._is_ready:
+            # With a span, the draft is made on the device alone, and nothing may look at it.
+            if draft.tokens_BN.numel() and draft.tokens_BN.device.type == "cpu" and context.span is None:
                 _check_guesses(draft, self._vocab_size)
         except Exception as error:  # whatever failed, the text does not depend on it
             self._note(error)
@@ -65,13 +65,15 @@ class Guarded(Drafter):
         return draft
 
     def ready(self, context: Context) -> Hashable | None:
-        memory = None
         try:
-            memory = self.inner.ready(context)
+            return self.inner.ready(context)
         except Exception as error:  # as above
             self._note(error)
-        self._is_ready = memory is not None
-        return memory
+            return None
+
+    @property
+    def unguarded(self) -> Drafter:
+        return self.inner.unguarded
 
     @property
     def owner(self) -> "weakref.ref[object] | None":

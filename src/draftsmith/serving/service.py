@@ -114,7 +114,7 @@ class Service:
             raise ApiError(503, "the server is about to end; ask another one.", retry_after=WAIT_S)
         # A request that is alone may be larger than the queue.
         if self.inside and self.inside + texts > self.most:
-            raise full(f"{self.inside} texts are in, this request has {texts}, and {self.most} have room")
+            raise full(f"it has room for {self.most} texts, {self.inside} are in, and this request has {texts}")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served."""
@@ -126,12 +126,16 @@ class Service:
 
     def check_room(self, prompt: Sequence[int], max_tokens: int, param: str) -> None:
         """Raise ApiError for a text that does not fit into the context."""
-        if len(prompt) + max_tokens > self.max_length:
+        room = self.max_length - len(prompt)
+        if max_tokens > room:
+            if room > 0:
+                rest = f" and the answer may have {max_tokens}; shorten the prompt or lower max_tokens to {room}."
+            else:
+                rest = ", which leaves no room for an answer; shorten the prompt."
             # Clients recognise this error by its first words, and shorten the conversation.
             raise bad(
-                f"This model's maximum context length is {self.max_length} tokens, but the prompt has {len(prompt)} "
-                f"and the answer may have {max_tokens}; shorten the prompt or lower max_tokens.", param,
-                "context_length_exceeded",
+                f"This model's maximum context length is {self.max_length} tokens, "
+                f"but the prompt has {len(prompt)}{rest}", param, "context_length_exceeded",
             )
 
     def deadline(self, began: float, asked: float | None = None) -> float:

@@ -9,33 +9,9 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine.steps.layout import Layout, StaticDrafting
 from draftsmith.engine.steps.runner import DraftRows, FixedShapes
 from draftsmith.plan import Plan
-from draftsmith.replays import R, Recorder, Replays, few_spans
+from draftsmith.replays import Recorder, Replays, few_spans
 from draftsmith.targets import KVCache, Target
 from draftsmith.types import Context
-
-
-class Unfailing:
-    """Records a draft unless it fails: one that is empty for that reason would be empty for ever.
-
-    Args:
-        recorder: records it.
-        drafter: counts its failures.
-    """
-
-    def __init__(self, recorder: Recorder, drafter: Drafter) -> None:
-        self._recorder, self._drafter = recorder, drafter
-
-    def record(self, function: Callable[[], R]) -> tuple[R, Callable[[], None]]:
-        """See `Recorder`."""
-
-        def checked() -> R:
-            before = self._drafter.failures
-            made = function()
-            if self._drafter.failures > before:
-                raise RuntimeError("the drafter failed")
-            return made
-
-        return self._recorder.record(checked)
 
 
 class Replayed(FixedShapes):
@@ -66,7 +42,9 @@ class Replayed(FixedShapes):
     def drafting(self, drafter: Drafter) -> DraftRows:
         """Record a drafter with the layout of its drafts where it works on the device alone; pad all drafts."""
         draft = StaticDrafting(drafter, self.lay_out).run
-        recorded = Replays(draft, Unfailing(self._recorders(), drafter), copies=True)
+        # A draft that is left empty because something failed must not be recorded: it would be empty for ever.
+        failing = StaticDrafting(drafter.unguarded, self.lay_out).run
+        recorded = Replays(draft, self._recorders(), copies=True, to_record=failing)
         known: Hashable | None = None
 
         def run(context: Context, plan: Plan) -> Layout:

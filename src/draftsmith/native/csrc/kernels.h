@@ -73,8 +73,8 @@ struct Int4Panel {
   int64_t units() const { return bytes() - 64; }
 };
 
-// Rows in whole numbers, a scale for every group of a row, and the sum of every group's numbers with its sign turned, in the
-// lower half of a word; one row behind the other.
+// Rows in whole numbers, a scale for every group of a row, and minus the sum of every group's numbers; one row behind the
+// other.
 struct GroupedRows {
   const int8_t* values;  // (R, groups, 32), zero behind the last input
   const float* scales;   // (R, groups)
@@ -112,8 +112,8 @@ struct Kernels {
   // to = x in whole numbers, -127 … 127, the largest magnitude being 127; returns the scale that turns them back, 0 for a
   // row of zeros (all of `to` is 0 then) and NaN where x is not finite (`to` is left as it was).
   float (*quantise)(const bf16* x, int64_t count, int8_t* to);
-  // The same for every group of a row, and the sums of what comes out as `GroupedRows` has them; behind the last input it is
-  // 0. Where a group is not finite, its numbers and their sum mean nothing.
+  // The same for every group of a row, and minus the sums of what comes out; behind the last input it is 0. Where a
+  // group is not finite, its numbers and their sum mean nothing.
   void (*quantise_groups)(const bf16* x, int64_t count, int8_t* to, float* scales, int32_t* minus);
   // levels, scale and zero = the 32 weights of a group and an output, a weight being (8 · level - zero) · scale · unit: of
   // some scales and zero points, those with the least squared error. All are 0 where a weight is not finite.

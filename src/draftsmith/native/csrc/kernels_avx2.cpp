@@ -141,7 +141,7 @@ struct Int4Halves {
   // Sums of 16 bits hold a group: eight times two products of 15 · 127 at most.
   static Whole add(Whole sum, Whole weights, Whole inputs) {
     sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(weights, inputs));
-    asm("" : "+x"(sum));  // compilers would make all products of a group first, which are more than there are registers
+    asm("" : "+x"(sum));  // compilers would add in another order, for which all products of a group wait in memory
     return sum;
   }
   static Whole exact(Whole sum, Whole zeros, Whole minus) {

@@ -17,10 +17,7 @@ inline uint32_t largest_word(Words words) {
   return most[0] > most[1] ? most[0] : most[1];
 }
 
-// What `GroupedRows` says of a sum.
-inline int32_t minus_of(int32_t sum) { return -sum & 0xffff; }
-
-// As `quantise`, of a whole group, with what `GroupedRows` says of its sum.
+// As `quantise`, of a whole group, with minus the sum of what comes out.
 inline float quantise_group(const bf16* x, int8_t* to, int32_t* minus) {
   const Lanes first = widen_lanes(x), second = widen_lanes(x + kLanes);
   const Words size = same_bits<Words>(first) & 0x7fffffffu, other = same_bits<Words>(second) & 0x7fffffffu;
@@ -29,16 +26,15 @@ inline float quantise_group(const bf16* x, int8_t* to, int32_t* minus) {
   if (!(inverse <= 3e38f) || most.u >= 0x7f800000u) {  // too small for its inverse, or not finite
     for (int64_t i = 0; i < kGroup; ++i) to[i] = 0;
     const float scale = quantise(x, kGroup, to);
-    int32_t sum = 0;
-    for (int64_t i = 0; i < kGroup; ++i) sum += to[i];
-    *minus = minus_of(sum);
+    *minus = 0;
+    for (int64_t i = 0; i < kGroup; ++i) *minus -= to[i];
     return scale;
   }
   const Lanes magic = Lanes{} + kMagic;
   const Lanes low = first * inverse + magic, high = second * inverse + magic;
   put_bytes(same_bits<Words>(low), to);
   put_bytes(same_bits<Words>(high), to + kLanes);
-  *minus = minus_of(static_cast<int32_t>(sum_of((low - magic) + (high - magic))));
+  *minus = -static_cast<int32_t>(sum_of((low - magic) + (high - magic)));
   return most.f / 127;
 }
 
@@ -174,7 +170,7 @@ void round_panel(float* values, int64_t inputs, const float* factors, int64_t st
             for (int64_t j = 0; j < 4; ++j)
               sum[n] += (line[4 * n + j] & 15) * inputs[i + j] + (line[4 * n + j] >> 4) * inputs[i + 4 + j];
         for (int64_t n = 0; n < kPanel; ++n) {
-          const int32_t exact = 8 * sum[n] + details[4 * n] * static_cast<int16_t>(x.minus[r * groups + g]);
+          const int32_t exact = 8 * sum[n] + details[4 * n] * x.minus[r * groups + g];
           total[n] += static_cast<float>(exact) * (static_cast<float>(details[4 * n + 2]) * x.scales[r * groups + g]);
         }
       }
@@ -223,7 +219,7 @@ inline void block_int4(const GroupedRows& x, int64_t first, const uint8_t* w, in
       const typename Set::Whole zeros = Set::template byte<kSecond ? 1 : 0>(both);
       const typename Set::Real scales = Set::real(Set::template byte<kSecond ? 3 : 2>(both));
       for (int r = 0; r < kRows; ++r) {
-        // Beside a zero point stands a zero.
+        // Beside a zero point stands a zero, so that the upper half of the sum does not count.
         const typename Set::Whole minus = Set::all(x.minus + at + r * groups);
         const typename Set::Real exact = Set::real(Set::exact(sum[r][c], zeros, minus));
         total[r][c] = Set::plus(total[r][c], Set::times(exact, Set::times(scales, Set::each(x.scales[at + r * groups]))));
@@ -327,10 +323,10 @@ struct Int4Lines {
     return _mm512_dpwssd_epi32(_mm512_slli_epi32(sum, 3), zeros, minus);
   }
 #else
-  // As that of `Int4Halves`.
+  // Sums of 16 bits hold a group: eight times two products of 15 · 127 at most.
   static Whole add(Whole sum, Whole weights, Whole inputs) {
     sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(weights, inputs));
-    asm("" : "+v"(sum));
+    asm("" : "+v"(sum));  // compilers would add in another order, for which all products of a group wait in memory
     return sum;
   }
   static Whole exact(Whole sum, Whole zeros, Whole minus) {

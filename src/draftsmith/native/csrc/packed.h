@@ -105,12 +105,12 @@ constexpr int64_t kChunk = kChunkPanels * kPanel;
 constexpr int64_t kChunkRows = 64;
 
 // Rows in whole numbers, as a layer reads them: of 4 · quads columns with a scale each, or of whole groups with a scale and
-// a sum each. What has NaN or infinity has the scale NaN.
+// minus its sum each. What has NaN or infinity has the scale NaN.
 // Every thread has its own, with its memory reserved before the threads start: nothing in a team may throw.
 struct Quantised {
   std::vector<int8_t> values;
   std::vector<float> scales;
-  std::vector<int32_t> minus;  // as in `GroupedRows`
+  std::vector<int32_t> minus;
 
   // For rows of up to so many inputs, of any kind.
   void reserve(int64_t rows, int64_t inputs);
