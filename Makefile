@@ -43,7 +43,7 @@ clean:
 	find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): requirements.lock requirements-serve.lock pyproject.toml setup.py $(wildcard src/draftsmith/native/csrc/*)
-	@echo "Setting up $(VENV): some two minutes, 1.8 GB"
+	@echo "Setting up $(VENV): two to six minutes, 1.8 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --requirement requirements.lock
 	$(VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements-serve.lock

@@ -59,7 +59,8 @@ class Plan:
         if self.choices:
             self._settle_choices()
         if any(b < 1 for b in self.branching):
-            raise DraftsmithError(f"branching {self.branching} has a depth without children; use positive numbers.")
+            given = ",".join(map(str, self.branching))
+            raise DraftsmithError(f"the plan {given} has a depth without children; use positive numbers.")
         for name in ("paths", "nodes", "beam"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -324,7 +324,7 @@ def test_a_prompt_longer_than_the_context_is_refused(target: Path):
 def test_bad_plans_are_refused(target: Path, drafter: Path):
     words = ("generate", "x", "--target", target, "--drafter", drafter, *MODELS)
     refused(run(*words, "--plan", "2,x"), "--plan", "'2,x'")
-    refused(run(*words, "--plan", "2,0"), "(2, 0)")
+    refused(run(*words, "--plan", "2,0"), "the plan 2,0 has a depth without children")
     refused(run(*words, "--candidates", "-2"), "-2")
     block = ("--sampled", "--acceptance", "block", "--temperature", "1")
     refused(run(*words, *block, "--plan", "2,1"), "(2, 1), sampled")

@@ -108,3 +108,6 @@ def test_statistics_say_for_how_long_there_were_fewer_threads(short: float, expe
     text = said.get()
     assert ("0.250 of 0.500" in text) == expected
     assert ("because other programs wanted the processor" in text) == expected
+    with console.capture() as said:
+        show_statistics(console, [done], "none", 100.0, quantize="int4")
+    assert "lossless, for int4 weights" in said.get() and "weights" not in text

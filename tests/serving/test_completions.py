@@ -327,7 +327,7 @@ def test_null_stands_for_what_is_left_out():
 
 def test_a_suffix_is_refused_by_its_name():
     error = post(PATH, {"prompt": "x", "suffix": "y"}).json()["error"]
-    assert error["param"] == "suffix" and error["message"] == "suffix is not served; leave it out."
+    assert error["param"] == "suffix" and error["message"] == "suffix: it is not served; leave it out."
 
 
 def test_fields_that_nobody_knows_are_left():

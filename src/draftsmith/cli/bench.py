@@ -186,7 +186,8 @@ def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:
         mine = [cell for cell in cells if cell["prompt_tokens"] == length]
         title = (
             f"ms a token, prompts of {length}, {mine[0]['new_tokens']} new tokens, {mine[0]['trials']} trials "
-            f"(95 % interval; × against candidates 0){'' if lossless(mine) else f'; {LOSSY}'}"
+            f"({'95 % interval; ' if mine[0]['trials'] > 1 else ''}× against candidates 0)"
+            f"{'' if lossless(mine) else f'; {LOSSY}'}"
         )
         console.print(title, style="italic", highlight=False)
         for columns in pieces(columns_of(mine), console.width):
@@ -264,7 +265,8 @@ def entry(cell: Mapping[str, Any]) -> str:
     ratio = "" if cell["candidates"] == 0 else f"\n{cell['speedup']:.2f}×"
     if cell.get("fitted") and cell.get("drafted") == 0:
         ratio += ", no drafts"
-    return f"{cell['ms_per_token']:.2f}\n[dim]{low:.2f}–{high:.2f}[/dim]{ratio}"
+    interval = f"\n[dim]{low:.2f}–{high:.2f}[/dim]" if cell["trials"] > 1 else ""
+    return f"{cell['ms_per_token']:.2f}{interval}{ratio}"
 
 
 def mean_tau(cells: Sequence[Mapping[str, Any]]) -> str:

@@ -73,7 +73,7 @@ def check(
     check_models(target, dtypes=(dtype, serving_dtype), device=device)
     given = drafter or folder
     if given is not None:
-        require_trained(given)
+        require_trained(given, "check")
     check_prompts(data, task)
     with importing():
         from draftsmith.evaluation.reporting.result_files import write_json

@@ -88,6 +88,13 @@ def check_outputs(json_path: Path | None = None, folder: Path | None = None) -> 
         ensure_folder(folder)
 
 
+def out_folder(text: str) -> Path:
+    """Read --out; DraftsmithError if it is empty, which would stand for the current folder."""
+    if not text.strip():
+        raise DraftsmithError("--out is empty; name a folder, or give . for the current one.")
+    return Path(text)
+
+
 def set_up(threads: int | None, notes: Console) -> None:
     """Keep freed memory, and compute with so many threads, by default those that fit; say what is to be known of it."""
     keep_freed_memory()

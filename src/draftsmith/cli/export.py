@@ -98,7 +98,7 @@ def export(
     if check is not None:
         program(check.expanduser())
     check_models(target, dtypes=(dtype,), device=device)
-    require_trained(given)
+    require_trained(given, "export")
     check_prompts(data, task)
     with importing():
         from draftsmith.evaluation.reporting.result_files import write_json

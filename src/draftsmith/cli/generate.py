@@ -248,7 +248,7 @@ def generate(
         short_s, drafted = seconds_short() - short_before, drafts_in_words(engine, shape)
         rows = min(n, engine.max_batch)
         plain = rows / plain_pace(engine, rows)
-        show_statistics(notes, completions, drafted, plain, short_s, watch.others())
+        show_statistics(notes, completions, drafted, plain, short_s, watch.others(), quantize)
     if json_path is not None:
         from draftsmith.evaluation.reporting.result_files import write_json
         from draftsmith.provenance import provenance

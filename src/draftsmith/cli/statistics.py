@@ -58,7 +58,7 @@ def ratio_in_words(speed: float, plain: float, tau: float, others: float | None,
 
 def show_statistics(
     console: Console, completions: Sequence[Completion], drafts: str, plain: float, short_s: float = 0.0,
-    others: float | None = None,
+    others: float | None = None, quantize: str = "none",
 ) -> None:
     """Print what drafting cost and brought, the formulas beside the numbers.
 
@@ -67,6 +67,7 @@ def show_statistics(
         plain: tokens a second that plain decoding brings now.
         short_s: seconds for which native operators had fewer threads than they wanted.
         others: the cores that other programs took from the beginning of the text on; None if that is unknown.
+        quantize: how the target's weights are quantised, by which the text is judged.
     """
     total = Statistics()
     for completion in completions:
@@ -83,7 +84,7 @@ def show_statistics(
         *([] if total.accepted_prediction is None else [
             ("accepted / rejected of the prediction", f"{total.accepted_prediction} / {total.rejected_prediction}")
         ]),
-        ("text", total.fidelity),
+        ("text", total.fidelity if quantize == "none" else f"{total.fidelity}, for {quantize} weights"),
         ("drafts", drafts),
     ]
     for depth, count in enumerate(total.accepted_by_depth, 1):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from draftsmith.cli.common import MODELS, OUTPUT, JsonOption, ThreadsOption, check_outputs
+from draftsmith.cli.common import MODELS, OUTPUT, JsonOption, ThreadsOption, check_outputs, out_folder
 from draftsmith.memory import keep_freed_memory
 from draftsmith.types import DraftsmithError
 
@@ -63,7 +63,11 @@ def train(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run: output.folder of the recipe.", rich_help_panel=OUTPUT)
+        Path | None,
+        typer.Option(
+            help="Folder of the run: output.folder of the recipe.", parser=out_folder, metavar="PATH",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -174,13 +178,14 @@ def tell(result: "TrainResult") -> None:
         if training.best_step == 0 and training.step:
             typer.echo(
                 "What was saved are the weights of step 0: none of those that were trained guessed better. Train "
-                "longer (--minutes) or on more text (--data) before you use it."
+                "longer (--minutes, or stage1.steps and stage2.steps of a recipe) or on more text (--data) before you "
+                "use it."
             )
         if training.best < LOW_TAU:
             typer.echo(
-                "τ near 1 means that hardly a guess is accepted: train longer (--minutes), on more text of the kind "
-                "that you will decode (--data), or try another family (`draftsmith compare`); `draftsmith bench` with "
-                "--drafter ngram shows what looking up brings."
+                "τ near 1 means that hardly a guess is accepted: train longer (--minutes, or stage1.steps and "
+                "stage2.steps of a recipe), on more text of the kind that you will decode (--data), or try another "
+                "family (`draftsmith compare`); `draftsmith bench` with --drafter ngram shows what looking up brings."
             )
     if training.target is not None:
         typer.echo(f"The target was changed and is in {training.target}: use both together, with --target too.")

@@ -48,7 +48,8 @@ class Grid:
         for name, least in (("batches", 1), ("candidates", 0), ("prompt_tokens", 1)):
             values = getattr(self, name)
             if values is not None and (not values or min(values) < least):
-                raise DraftsmithError(f"{name} is {list(values)}; give one or more numbers of at least {least}.")
+                given = ",".join(map(str, values)) or "empty"
+                raise DraftsmithError(f"{name} is {given}; give one or more numbers of at least {least}.")
         for name, least in (("new_tokens", 2), ("trials", 1), ("warmups", 0)):
             if getattr(self, name) < least:
                 raise DraftsmithError(f"{name} is {getattr(self, name)}; it must be at least {least}.")

@@ -34,8 +34,6 @@ async def completions(request: Request, service: Service, key: str) -> Response:
     service.check_model(fields.model)
     check_general(fields, settings)
     form = form_of(fields)
-    if fields.suffix:
-        raise bad("suffix is not served; leave it out.", "suffix")
     copies = given_whole(fields.n, 1)
     if fields.best_of is not None and fields.best_of != copies:
         raise bad(f"best_of is {fields.best_of}, which is served only where it equals n.", "best_of")

@@ -3,12 +3,20 @@
 Our own are `speculation`, `smooth` and `explain`; see docs/serving.md.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from draftsmith.serving.body import Fields, Flag, KnownFields, Several
 from draftsmith.serving.settings import Detail
+
+
+def refuse_unserved(value: str | None) -> str | None:
+    """Let nothing pass but an empty value, which asks for nothing."""
+    if value:
+        raise PydanticCustomError("unserved", "it is not served; leave it out")
+    return value
 
 
 class StreamOptions(Fields):
@@ -144,7 +152,7 @@ class CompletionFields(Generation):
     """A text, tokens, or a list of either; checked where its tokens are made."""
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: str | None = None
+    suffix: Annotated[str | None, AfterValidator(refuse_unserved)] = None
     best_of: int | None = None
 
 

@@ -62,8 +62,8 @@ def read_plan(words: str, settings: Settings) -> Plan:
     tree = re.fullmatch(r"[0-9]{1,3}( ?, ?[0-9]{1,3}){0,63}", text)
     if chain is None and tree is None:
         raise bad(
-            f"the plan {words[:40]!r} is none; give children depth by depth such as 4,2,1, a chain such as chain 3, "
-            f"none, or a published tree ({', '.join(sorted(published))}).", FIELD,
+            f"the plan {words[:40]!r} is not understood; give children depth by depth such as 4,2,1, a chain such as "
+            f"chain 3, none, or a published tree ({', '.join(sorted(published))}).", FIELD,
         )
     branching = (1,) * int(chain[1]) if chain is not None else tuple(int(part) for part in text.split(","))
     if max(branching, default=0) > settings.max_branching:

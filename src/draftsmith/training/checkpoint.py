@@ -24,6 +24,10 @@ PREFIX = "step-"
 LATEST, BEST = "latest", "best"
 LOCK = ".lock"
 PROGRESS, OPTIMIZER = "progress.json", "optimizer.safetensors"
+RUN, SOURCES = "run.json", "sources.json"
+"""One of these is in the folder of every run that was begun."""
+REPLACED = ("metrics.jsonl", "recipe.yaml", RUN, SOURCES, "samples.jsonl", "generated.jsonl", "curves.png")
+"""Files that are first written under another name, and then renamed."""
 
 
 def warn(sentence: str) -> None:
@@ -96,6 +100,12 @@ class Checkpoints:
             )
         if resume and not steps:
             raise self._nothing_to_resume()
+        found = [name for name in REPLACED if (self.run / name).exists()]
+        if found and not {RUN, SOURCES} & {*found}:
+            raise DraftsmithError(
+                f"the folder {str(self.run)!r} has no run in it, but {found[0]}, which a run would replace; choose "
+                "another output.folder (--out)."
+            )
 
     def _nothing_to_resume(self) -> DraftsmithError:
         return DraftsmithError(

@@ -20,17 +20,13 @@ import yaml
 from draftsmith.drafters.trainable import storage
 from draftsmith.files import JsonLines, replace_text
 from draftsmith.provenance import provenance
+from draftsmith.training.checkpoint import REPLACED, RUN, SOURCES
 from draftsmith.training.data.identity import first_change, identify
 from draftsmith.training.recipe import Recipe, build_recipe
 from draftsmith.types import DraftsmithError, TargetFacts
 
 FREE_TO_CHANGE = ("output", "evaluation")
 MEASURED_ON = "measured_on"
-SOURCES = "sources.json"
-REPLACED = (
-    "metrics.jsonl", "recipe.yaml", "run.json", SOURCES, "samples.jsonl", "generated.jsonl", "curves.png",
-)
-"""Files that are first written under another name, and then renamed."""
 
 
 class RunFolder:
@@ -157,7 +153,7 @@ class RunFolder:
         return given is not None and Path(given).expanduser().resolve() == path.resolve()
 
     def _check_target(self) -> None:
-        path = self.path / "run.json"
+        path = self.path / RUN
         if not path.exists():
             return
         before, now = storage.read_json(path)["runs"][-1]["target"], asdict(self.facts)
@@ -183,16 +179,17 @@ class RunFolder:
 
     def _check_measured_on(self) -> None:
         """Refuse other prompts, on which τ could not compete with the best so far; earlier versions kept no digest."""
-        path = self.path / "run.json"
+        path = self.path / RUN
         runs = storage.read_json(path)["runs"] if path.exists() else []
-        before = next((run[MEASURED_ON] for run in reversed(runs) if run.get(MEASURED_ON) is not None), None)
+        measured: dict[str, Any] = next((run for run in reversed(runs) if run.get(MEASURED_ON) is not None), {})
         if self.measured_on is None:
-            self.measured_on = before
-        elif before not in (None, self.measured_on):
+            self.measured_on = measured.get(MEASURED_ON)
+        elif measured and measured[MEASURED_ON] != self.measured_on:
             raise DraftsmithError(
                 f"the run in {self.path} has measured τ on other prompts or lengths than are given now; give the same "
-                "data, --eval-data, --eval-prompts, --eval-prompt-tokens and --eval-tokens, or start a new run "
-                "(drafter.init_from takes its weights along)."
+                "data, --eval-data, --eval-prompts, --eval-prompt-tokens and --eval-tokens as its last command "
+                f"(`{measured.get('command', 'see run.json')}`), or start a new run (drafter.init_from takes its "
+                "weights along)."
             )
 
     def note_data(self, purpose: str, account: dict[str, Any]) -> None:
@@ -209,7 +206,7 @@ class RunFolder:
         self._log.rewrite(self.records)
 
     def _note_command(self, resumed_step: int | None) -> None:
-        path = self.path / "run.json"
+        path = self.path / RUN
         self._runs = storage.read_json(path)["runs"] if path.exists() and resumed_step is not None else []
         self._runs.append(
             provenance(target=asdict(self.facts)) | {"from_step": resumed_step or 0, MEASURED_ON: self.measured_on}
@@ -219,7 +216,7 @@ class RunFolder:
     def note_time(self) -> None:
         """Record the seconds of this command so far; if it is killed, the time after the last record is not counted."""
         self._runs[-1]["seconds"] = time.monotonic() - self._begun
-        path = self.path / "run.json"
+        path = self.path / RUN
         try:
             replace_text(path, json.dumps({"runs": self._runs}, indent=2, allow_nan=False) + "\n")
         except OSError as error:

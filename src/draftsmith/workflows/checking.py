@@ -90,7 +90,7 @@ def check(
     if prompt_count < 3 or new_tokens < 4:
         raise DraftsmithError(f"{prompt_count} prompts of {new_tokens} tokens are too few; use at least 3 of 4 tokens.")
     folder = Path(drafter) if drafter is not None else assets.demo_drafter()
-    require_trained(folder)
+    require_trained(folder, "check")
     folder = storage.standing(folder)
     texts, shown = gather_prompts(prompts, task), console or quiet()
 

@@ -110,7 +110,7 @@ def export(
         DraftsmithError: a drafter that vLLM cannot run, or of another target, or a folder that is there already.
     """
     source, folder = Path(drafter).expanduser(), Path(out).expanduser()
-    require_trained(source)
+    require_trained(source, "export")
     if not (folder / SETTINGS).is_file():  # an earlier export is replaced
         storage.refuse_full(folder)
     python = None if check is None else program(Path(check).expanduser())

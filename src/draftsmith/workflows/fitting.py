@@ -173,8 +173,9 @@ def _drafts_in_words(found: Fit, policy: Fitted, rows: int) -> str:
         return f"No drafts, because on this machine none of this drafter's pays{beside} ({when}; --plan own drafts)."
     if arm is profile.arms[0]:
         return f"Drafts only where guesses stay more often than usual, since otherwise none pays here ({when})."
+    gain = f"about {profile.gain(arm, 1):.2f}×" if found.quiet else f"perhaps {profile.gain(arm, 1):.1f}×"
     return (
-        f"Drafts for this machine: {shape_in_words(arm.plan)}, about {profile.gain(arm, 1):.2f}× plain decoding for "
+        f"Drafts for this machine: {shape_in_words(arm.plan)}, {gain} plain decoding for "
         f"one text ({when}; less where guesses fail; --plan own takes the drafter's own)."
     )
 

@@ -51,8 +51,11 @@ def refuse_drafter(folder: Path) -> None:
         )
 
 
-def require_trained(drafter: Path) -> None:
+def require_trained(drafter: Path, work: str) -> None:
     """Refuse a path that is not the folder of a drafter, without checking what the folder holds.
+
+    Args:
+        work: what would be done with it, such as "check".
 
     Raises:
         DraftsmithError: there is no such folder, with the nearest that exists; or it is the name of a family.
@@ -60,7 +63,7 @@ def require_trained(drafter: Path) -> None:
     word = str(drafter).partition(":")[0]
     family = None if drafter.exists() else find(word)
     if family is not None:
-        why = "is a family of drafters" if family.trainable else "is not trained, so there is nothing to check"
+        why = "is a family of drafters" if family.trainable else f"is not trained, so there is nothing to {work}"
         raise DraftsmithError(f"{word!r} {why}; give the folder of a trained drafter.")
     storage.require_folder(drafter)
 

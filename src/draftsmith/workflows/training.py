@@ -135,8 +135,13 @@ def train(
     another = target is not None or data is not None or family is not None or names_another(overrides)
     base, starts = recipe, recipe is None and another and not resume
     if minutes is not None and not starts:
-        instead = "leave it out to go on" if resume else "set stage1.steps and stage2.steps instead"
-        raise DraftsmithError(f"--minutes is for a new run without a recipe; {instead}.")
+        if resume:
+            instead = "leave it out to go on"
+        elif recipe is None:
+            instead = "say for what with --target, --data or --family, or set stage1.steps and stage2.steps instead"
+        else:
+            instead = "set stage1.steps and stage2.steps instead"
+        raise DraftsmithError(f"--minutes is for a new run of your own without a recipe; {instead}.")
     if minutes is not None and minutes <= 0:
         raise DraftsmithError(f"--minutes is {minutes:g}; give a positive number.")
     chosen = [*named(target, data, family, init_from, out), *overrides]

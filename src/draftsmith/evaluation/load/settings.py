@@ -133,7 +133,8 @@ class Workload:
             raise DraftsmithError(f"--dataset is {self.dataset!r}, which is no file; {hint}")
         for name, lengths in (("--input-len", self.input_lens), ("--output-len", self.output_lens)):
             if lengths is not None and (not lengths or min(lengths) < 1):
-                raise DraftsmithError(f"{name} is {list(lengths)}; give numbers of tokens of at least 1.")
+                given = ",".join(map(str, lengths)) or "empty"
+                raise DraftsmithError(f"{name} is {given}; give numbers of tokens of at least 1.")
         if self.dataset == RANDOM and self.input_lens is None:
             object.__setattr__(self, "input_lens", (64,))
         if self.vocab_size is not None and self.vocab_size < 1:
@@ -178,7 +179,7 @@ class LoadSettings:
             raise DraftsmithError(f"the number of clients is {list(self.clients)}; give numbers of at least 1.")
         if self.prompts < most:
             raise DraftsmithError(
-                f"--num-prompts is {self.prompts}, which cannot keep {most} clients busy; give at least {most}."
+                f"--num-prompts is {self.prompts}, too few for {most} at a time; give at least {most}."
             )
         if self.warmups < 0:
             raise DraftsmithError(f"--num-warmups is {self.warmups}; give 0 or more.")
