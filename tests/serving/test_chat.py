@@ -110,6 +110,21 @@ def test_a_limit_is_refused_by_the_name_that_the_request_gave_it():
         assert error["param"] == name and error["message"].startswith(f"{name} is 0;")
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"max_tokens": "10"}, 'max_tokens: Input should be a valid integer, and not "10".'),
+        ({"temperature": True}, "temperature: Input should be a valid number, and not true."),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "and not \"robot\"."),
+        ({"seed": "é" * 10**6}, 'seed: Input should be a valid integer, and not "\\u00e9\\u00e9'),
+    ],
+    ids=["a word", "a truth", "a role", "a long word"],
+)
+def test_a_value_of_another_kind_is_told(fields: dict[str, Any], told: str):
+    message = post(PATH, {"messages": ASKED, **fields}).json()["error"]["message"]
+    assert told in message and len(message) < 300
+
+
 def test_log_probabilities():
     own = plainly(WRITTEN, max_tokens=12, logprobs=2)
     assert own.logprobs is not None

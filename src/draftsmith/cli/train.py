@@ -65,7 +65,7 @@ def train(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the run: output.folder of the recipe.", parser=out_folder, metavar="PATH",
+            help="Folder of the run: output.folder of the recipe.", parser=out_folder, metavar="<path>",
             rich_help_panel=OUTPUT,
         ),
     ] = None,

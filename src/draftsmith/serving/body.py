@@ -18,6 +18,8 @@ from draftsmith.serving.thread import BoundedThread
 MOST_DEPTH = 128
 SMALL_BYTES = 1 << 16
 """A body of at most so many bytes is read sooner than another thread takes it over."""
+SHOWN = 40
+"""So many characters of a wrong value are sent back."""
 CLOSED = 499
 """The status that the log and the metrics have for a client that left, which no longer reads it."""
 
@@ -186,10 +188,14 @@ def _too_large(settings: Settings) -> ApiError:
 def in_one_sentence(error: ValidationError) -> ApiError:
     """Return one mistake of a body: the one deepest in it, the first of several."""
     # Where a union has alternatives, the mistake that is deepest in the value says most.
-    first = max(error.errors(include_url=False, include_input=False), key=lambda one: len(one["loc"]))
+    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
     place = ".".join(str(part) for part in first["loc"] if _is_name(part))
     where = f"{place}: " if place else "the body: "
-    return bad(f"{where}{first['msg']}.", param=place.split(".")[0] or None)
+    # Sentences of ours say what is wrong with a value; those of pydantic say what it should be.
+    given = first["input"] if first["msg"].startswith("Input should be") else None
+    shown = given[:SHOWN] if isinstance(given, str) else given
+    told = f", and not {json.dumps(shown)[:SHOWN]}" if isinstance(shown, str | int | float) else ""
+    return bad(f"{where}{first['msg']}{told}.", param=place.split(".")[0] or None)
 
 
 def _is_name(part: int | str) -> bool:
