@@ -113,12 +113,17 @@ def test_sampling_parameters_are_checked_and_named(field: str, value):
 
 
 @pytest.mark.parametrize("fields", [
-    {"branching": (2, 0)}, {"branching": (2,), "paths": 0}, {"nodes": -1}, {"beam": 0}, {"factor": -0.1},
-    {"factor": float("nan")}, {"factor": float("inf")},
+    {"branching": (2,), "paths": 0}, {"nodes": -1}, {"beam": 0}, {"factor": -0.1}, {"factor": float("nan")},
+    {"factor": float("inf")},
 ])
 def test_plans_are_checked(fields: dict):
     with pytest.raises(DraftsmithError, match=list(fields)[-1]):
         Plan(**fields)
+
+
+def test_a_depth_without_children_is_told_as_it_is_typed():
+    with pytest.raises(DraftsmithError, match="the plan 2,0 has a depth without children"):
+        Plan((2, 0))
 
 
 def test_a_sampled_plan_cannot_be_pruned():

@@ -183,4 +183,4 @@ def test_a_word_in_place_of_a_folder_is_no_folder_that_is_missing(word: str, par
 def test_a_folder_called_as_a_family_is_a_folder(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(models / "drafter", tmp_path / "ngram")
-    given.require_trained(Path("ngram"))
+    given.require_trained(Path("ngram"), "check")
