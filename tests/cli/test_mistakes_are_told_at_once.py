@@ -118,6 +118,8 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "train, columns": (("train", "--target", "my-model", "--data", "table.csv"), "with the columns body, source; name"),
     "train, threads": (("train", "--threads", "0"), "--threads is 0"),
     "doctor, result": (("doctor", "--json", "file/x.json"), "cannot be written"),
+    "compare, no folder": (("compare", "--out", " "), "--out is empty; name a folder"),
+    "demo, no folder": (("demo", "--out", ""), "--out is empty; name a folder"),
     "demo, target": (("demo", "--target", "./absent"), FOLDER),
     "demo, drafter": (("demo", "--drafter", "absent"), FOLDER),
     "load, address": (("load", "--base-url", "localhost:8000"), "give an address such as"),

@@ -164,6 +164,20 @@ def test_a_run_is_neither_overwritten_nor_resumed_as_another(tmp_path: Path, dat
     assert len(json.loads((folder / "run.json").read_text())["runs"]) == 2
 
 
+def test_a_folder_without_a_run_keeps_its_files(tmp_path: Path):
+    """One with checkpoints is a run, whatever else was removed from it."""
+    run = Checkpoints(tmp_path, keep=1)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("mine")
+    with pytest.raises(DraftsmithError, match=r"has no run in it, but recipe.yaml, which a run would replace"):
+        run.check_begin(resume=False)
+    assert recipe.read_text() == "mine"
+    run.at(3).mkdir(parents=True)
+    run.check_begin(resume=True)
+    with pytest.raises(DraftsmithError, match="already holds a run, at step 3"):
+        run.check_begin(resume=False)
+
+
 def test_a_run_is_not_resumed_with_other_weights_of_the_target(tmp_path: Path, data: Path):
     toy.run(tmp_path / "run", data)
     model = toy.target().model

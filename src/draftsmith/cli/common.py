@@ -88,11 +88,11 @@ def check_outputs(json_path: Path | None = None, folder: Path | None = None) -> 
         ensure_folder(folder)
 
 
-def out_folder(text: str) -> Path:
-    """Read --out; DraftsmithError if it is empty, which would stand for the current folder."""
-    if not text.strip():
+def out_folder(given: str | Path) -> Path:
+    """Read --out, or take its default; DraftsmithError if it is empty, which would stand for the current folder."""
+    if not str(given).strip():
         raise DraftsmithError("--out is empty; name a folder, or give . for the current one.")
-    return Path(text)
+    return Path(given)
 
 
 def set_up(threads: int | None, notes: Console) -> None:

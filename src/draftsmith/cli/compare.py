@@ -20,6 +20,7 @@ from draftsmith.cli.common import (
     TrustOption,
     check_outputs,
     importing,
+    out_folder,
     set_up,
 )
 from draftsmith.types import DraftsmithError
@@ -91,7 +92,11 @@ def compare(
     threads: ThreadsOption = None,
     seed: Annotated[int, typer.Option(help="Of weights, texts and the order of runs.")] = 0,
     out: Annotated[
-        Path, typer.Option(help="Folder of runs and report; the same command goes on there.", rich_help_panel=OUTPUT)
+        Path,
+        typer.Option(
+            help="Folder of runs and report; the same command goes on there.", parser=out_folder, metavar="<path>",
+            rich_help_panel=OUTPUT,
+        ),
     ] = Path("comparison"),
     json_path: JsonOption = None,
 ) -> None:

@@ -23,6 +23,7 @@ from draftsmith.cli.common import (
     ThreadsOption,
     check_outputs,
     importing,
+    out_folder,
     set_up,
 )
 from draftsmith.types import DraftsmithError
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 
 def demo(
     minutes: Annotated[float, typer.Option(help="How long to train.")] = 2.0,
-    out: Annotated[Path, typer.Option(help="Folder of the report.", rich_help_panel=OUTPUT)] = Path("report"),
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder of the report.", parser=out_folder, metavar="<path>", rich_help_panel=OUTPUT),
+    ] = Path("report"),
     prompts: Annotated[int, typer.Option(help="Held-out prompts a task.")] = 8,
     new_tokens: Annotated[int, typer.Option(help="Exactly so many tokens behind each.")] = 128,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 64,

@@ -101,7 +101,7 @@ class Checkpoints:
         if resume and not steps:
             raise self._nothing_to_resume()
         found = [name for name in REPLACED if (self.run / name).exists()]
-        if found and not {RUN, SOURCES} & {*found}:
+        if found and not steps and RUN not in found and SOURCES not in found:
             raise DraftsmithError(
                 f"the folder {str(self.run)!r} has no run in it, but {found[0]}, which a run would replace; choose "
                 "another output.folder (--out)."

@@ -66,7 +66,7 @@ class TrainingRun:
         check_stages(recipe)
         self.folder = RunFolder(recipe, target.facts())
         self.checkpoints = Checkpoints(self.folder.path, recipe.output.keep)
-        self.go_on = "go on with --resume (resume=True), all else as before"
+        self.go_on = "go on with --resume (resume=True) and the same options as before"
         self.on_step: Callable[[], None] = lambda: None
         self.progress = Progress.start(recipe)
         self.material = Material(recipe, target, self.folder, console)

@@ -43,8 +43,8 @@ class Replayed(FixedShapes):
         """Record a drafter with the layout of its drafts where it works on the device alone; pad all drafts."""
         draft = StaticDrafting(drafter, self.lay_out).run
         # A draft that is left empty because something failed must not be recorded: it would be empty for ever.
-        failing = StaticDrafting(drafter.unguarded, self.lay_out).run
-        recorded = Replays(draft, self._recorders(), copies=True, to_record=failing)
+        raising = StaticDrafting(drafter.unguarded, self.lay_out).run
+        recorded = Replays(draft, self._recorders(), copies=True, to_record=raising)
         known: Hashable | None = None
 
         def run(context: Context, plan: Plan) -> Layout:
