@@ -14,6 +14,9 @@ are geometric means over calls) and crowds (whenever a text ends, another one be
 decoded plainly, by the policy, and by every measured plan at every step. A new policy begins for every cell and seed.
 The plan that is best in a cell is found afterwards, and differs from cell to cell.
 
+With `--misfit` each policy knows other costs of drafts than those of the clock, as after a fit on a machine that was
+busy meanwhile: what a draft adds to a step is multiplied by a random factor for all plans and one for each.
+
 A computed clock shows what a rule is worth where chance would hide it, and lets one look at each choice. It does not
 show what questions to the policy and changes of plan take, nor how a real machine strays from what was measured;
 `defaults.py` and `policy.py` do.
@@ -25,7 +28,7 @@ import random
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.registry import load_drafter
 from draftsmith.dtypes import resolve_dtype
 from draftsmith.engine import Choice, Engine, Load, RowHistory
+from draftsmith.engine.arm import Arm
 from draftsmith.engine.fitted import Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.profile import Profile, WidthCost
@@ -290,7 +294,8 @@ def replay(recording: Recording, args: Any) -> list[dict[str, Any]]:
         speeds: dict[Plan | None, list[float]] = {plan: [] for plan in (None, *plans)}
         drafted = steps = 0
         for seed in range(args.seeds):
-            policy = Fitted(Known(recording.profile, hope=READY_HOPE), learns_times=True)
+            profile = misfitted(recording.profile, args.misfit, random.Random(seed))
+            policy = Fitted(Known(profile, hope=READY_HOPE), learns_times=True)
 
             def playing(plan: Plan | None, policy: Fitted = policy, seed: int = seed) -> Play:
                 return Play(recording, Machine(recording, random.Random(seed)), policy, plan)
@@ -312,6 +317,23 @@ def replay(recording: Recording, args: Any) -> list[dict[str, Any]]:
             "best": asdict(best), "drafted": drafted / steps,
         })
     return cells
+
+
+def misfitted(profile: Profile, deviation: float, rng: random.Random) -> Profile:
+    """Return a profile whose drafts cost more or less than they do.
+
+    Args:
+        deviation: the standard deviation of the logarithm of the factor that all plans have, and of each plan's own.
+    """
+    plain, shared, arms = profile.arms[0].seconds, rng.gauss(0, deviation), list[Arm]()
+    for arm in profile.arms:
+        factor = math.exp(shared + rng.gauss(0, deviation)) if arm.plan.depth else 1.0
+        arms.append(replace(
+            arm,
+            seconds=tuple(one + factor * (took - one) for took, one in zip(arm.seconds, plain, strict=True)),
+            full=tuple(one + factor * (took - one) for took, one in zip(arm.full, plain, strict=bool(arm.full))),
+        ))
+    return replace(profile, arms=tuple(arms))
 
 
 def decoded(kind: str, texts: Sequence[Text], batch: int, new: int, playing: Callable[[], Play]) -> list[Play]:
@@ -352,6 +374,7 @@ def run() -> None:
     parser.add_argument("--loads", nargs="+", default=["calls", "crowds"], choices=["calls", "crowds"])
     parser.add_argument("--rounds", type=int, default=16, help="calls, or texts for each place in a crowd")
     parser.add_argument("--seeds", type=int, default=4, help="new policies, each with other texts")
+    parser.add_argument("--misfit", type=float, default=0.0, help="how wrong a fit is about what drafts cost")
     args = start(parser)
     if not args.recording.exists():
         with model_folder(args.geometry, args.target, resolve_dtype(args.dtype, args.device)) as folder:

@@ -219,6 +219,26 @@ def test_the_log_says_what_became_of_a_request_and_not_what_it_said(caplog: pyte
     assert "secret" not in caplog.text and "somebody" not in caplog.text
 
 
+def test_a_probe_is_logged_when_its_status_changes_and_not_every_few_seconds(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "draftsmith.serving")
+    service = make_service()
+
+    async def main() -> None:
+        async with running(service) as client:
+            for draining in (False, False, True, True, False):
+                service.draining = draining
+                for path in ("/health", "/ready", "/metrics", "/v1/models"):
+                    await client.get(path)
+
+    asyncio.run(main())
+    told = [record.fields for record in caplog.records if record.getMessage() == "request"]  # type: ignore[attr-defined]
+    statuses = {
+        path: [one["status"] for one in told if one["path"] == path]
+        for path in ("/health", "/ready", "/metrics", "/v1/models")
+    }
+    assert statuses == {"/health": [200], "/ready": [200, 503, 200], "/metrics": [200], "/v1/models": [200] * 5}
+
+
 def metrics_of(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value

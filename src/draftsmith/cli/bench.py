@@ -49,8 +49,8 @@ from draftsmith.workflows.models import Loading
 # What a column needs beside its text, and the first one in all.
 BORDERS, BATCH_WIDTH = 3, 9
 LEGEND = (
-    "0 is plain decoding, any other number drafts so many paths a step, and fitted what pays here, as generate and "
-    "serve do. τ is tokens a step, where something was drafted."
+    "Columns: 0 is plain decoding; another number is the most drafted paths that a step verifies; fitted drafts what "
+    "pays on this machine, as generate and serve do. τ is tokens a step, of the batch sizes at which anything was drafted."
 )
 
 

@@ -112,6 +112,11 @@ class Drafter(ABC):
         """The drafter that raises where this one returns an empty draft instead; for most drafters the same."""
         return self
 
+    @property
+    def failures(self) -> int:
+        """How often it returned an empty draft because `unguarded`, or a part of it, raised; most drafters never do."""
+        return 0
+
     def ready(self, context: Context) -> Hashable | None:
         """Do what the host has to do before a draft from this context, so that the draft works on the device alone.
 

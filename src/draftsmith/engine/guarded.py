@@ -48,7 +48,6 @@ class Guarded(Drafter):
 
     @property
     def failures(self) -> int:
-        """How often it failed, or one of its parts."""
         return self._failures + sum(part.failures for part in self._guarded)
 
     def propose(self, context: Context, plan: Plan) -> Draft:

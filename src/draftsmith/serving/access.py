@@ -22,6 +22,8 @@ log = logging.getLogger("draftsmith.serving")
 
 OPEN = frozenset({"/health", "/ready"})
 """Routes that need no key: those that report the server's health. Pages need none either."""
+PROBES = OPEN | {"/metrics"}
+"""What other programs read every few seconds: only an answer with another status than the last one is logged."""
 MODEL, MODEL_PATHS = "/v1/models/{model}", "/v1/models/"
 """Requests for a single model are counted together, whatever its name."""
 REQUEST_IDS = (b"x-request-id", b"request-id")
@@ -45,6 +47,7 @@ class Access:
         self._free = OPEN | frozenset(pages)
         self._routes = frozenset(routes)
         self._keys = [key.encode() for key in settings.keys]
+        self._probed: dict[str, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request in, and see it to its end."""
@@ -81,7 +84,10 @@ class Access:
             await error_answer(problem, scope)(scope, receive, noted)
         route = MODEL if path.startswith(MODEL_PATHS) else path if path in self._routes else "other"
         self._http.note(route, scope["method"], status or CLOSED, began)
-        write_line(scope, status or CLOSED, began)
+        if path not in PROBES or self._probed.get(path) != status:
+            write_line(scope, status or CLOSED, began)
+        if path in PROBES:
+            self._probed[path] = status
 
     def _check_key(self, scope: Scope) -> str:
         """Return the key of a request, "" where none is needed; ApiError where it is missing or wrong."""

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from draftsmith.engine.core import EngineCore, Progress
-from draftsmith.engine.guarded import Guarded
 from draftsmith.engine.made import Made
 from draftsmith.engine.requests.request import Request
 from draftsmith.serving.tally import plan_in_words
@@ -160,5 +159,4 @@ class Meter:
 
     def failures(self) -> dict[str, int]:
         """Return how often each drafter failed."""
-        drafters = self.core.drafters
-        return {name: one.failures for name, one in drafters.items() if isinstance(one, Guarded)}
+        return {name: drafter.failures for name, drafter in self.core.drafters.items()}
