@@ -305,9 +305,7 @@ class Fitted(Policy):
         offer = Offer(values, price, spent, hoped, self._left, len(rows), ends, tried, closing)
         switch = PATIENCE if len(rows) == 1 or fresh else SWITCH
         crowd.arm = self._settling.settle(crowd, offer, patience, switch, passed)
-        self._taken = self._reminders.plan(
-            crowd.arm, self._settling.is_on_trial(crowd), count, self._left, values, price, spent
-        )
+        self._taken = self._reminders.plan(crowd.arm, self._settling.is_on_trial(crowd), count, values, price, spent)
         reason: Reason = TIMING
         if self._taken == crowd.arm:
             reason = self._explaining.reason(crowd, values, price, spent, count, self._tokens, patience, lost)

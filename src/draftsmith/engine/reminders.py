@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from draftsmith.engine.evidence import LONGEST_WAIT
 from draftsmith.engine.expected import beats
-from draftsmith.engine.pace import SEEN, SETTLES, SETTLES_PLAIN, Pace
+from draftsmith.engine.pace import SEEN, SETTLES_PLAIN, Pace
 
 REMINDERS, EARLY_WAIT, NARROW_WAIT = SETTLES_PLAIN + 2 * SEEN, 64, 192
 """Where all rows take the same plan and have drafted for `LONGEST_WAIT` steps, `REMINDERS` steps without a draft come
@@ -53,18 +53,14 @@ class Reminders:
             self._drafting[self._size] += steps
 
     def plan(
-        self, arm: int, on_trial: bool, count: int, left: float, values: Sequence[float], price: float,
-        spent: Sequence[float],
+        self, arm: int, on_trial: bool, count: int, values: Sequence[float], price: float, spent: Sequence[float]
     ) -> int:
         """Return the plan that all rows take now: the settled one, or another as a reminder.
-
-        A reminder that would end before it has told anything waits for the next text.
 
         Args:
             arm: the settled plan.
             on_trial: whether it is on trial, which counts its steps.
             count: rows that decode.
-            left: the most tokens that any of them may still write.
             values, price, spent: see `beats`.
         """
         self._size = count.bit_length()
@@ -73,8 +69,7 @@ class Reminders:
             self._left = 0
         elif not self._left:
             self._until, other = self._next(arm, count, values, price, spent)
-            told = SEEN + (SETTLES if other else SETTLES_PLAIN)
-            if drafting >= self._until and left >= told * (values[other] + price * spent[other]):
+            if drafting >= self._until:
                 self._left, self._other, self._drafting[self._size] = REMINDERS, other, 0
         if self._left:
             self._left -= 1
