@@ -5,6 +5,7 @@ for where a schema stands, so that a property may have any name. PyTorch is not 
 command line are reported at once.
 """
 
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -61,6 +62,14 @@ _FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
 )
 """What keywords hold that hold several schemas, in words too."""
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "null": lambda value: value is None, "boolean": lambda value: isinstance(value, bool),
+    "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == value // 1,
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "string": lambda value: isinstance(value, str), "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+}
+"""Whether a value is of a type."""
 MOST_NAME = 80
 """Characters that are told of the name of a place in a schema."""
 NAMES = {
@@ -101,7 +110,10 @@ def choices_in(text: str) -> list[str]:
 
 
 def check_schema(text: str) -> str:
-    """Return the schema with string lengths rewritten as patterns; as lengths they would allow control characters.
+    """Return the schema in a form that is enforced as a whole.
+
+    String lengths become patterns, because as lengths they would allow control characters; values of `enum` that are of
+    another `type` are left out, and required properties are described: the compiler passes over both.
 
     Raises:
         DraftsmithError: for anything that is not a JSON schema, and for keywords that cannot be enforced here.
@@ -122,6 +134,8 @@ def check_schema(text: str) -> str:
         if not isinstance(found, dict):
             raise DraftsmithError(f"{name} is {json.dumps(found)[:60]}; a schema is an object, true or false.")
         _check_one(name, found)
+        _check_values(name, found)
+        _check_names(name, found)
         if "minLength" in found or "maxLength" in found:
             most = found.pop("maxLength", "")
             found["pattern"] = f'^[^\\x00-\\x1f"\\\\]{{{found.pop("minLength", 0)},{most}}}$'
@@ -203,6 +217,68 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
         count = schema.get(key, 0)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_REPEATS:
             raise DraftsmithError(f"{name} has {key} = {count!r}; use a whole number from 0 to {MOST_REPEATS}.")
+
+
+def _check_values(name: str, schema: dict[str, Any]) -> None:
+    """Leave out the values that are of another type than the schema's; refuse it if none is left."""
+    types = schema.get("type")
+    if types is None or not schema.keys() & {"const", "enum"}:
+        return
+    allowed = [types] if isinstance(types, str) else types
+    if not isinstance(allowed, list):
+        raise DraftsmithError(f"{name} has the type {json.dumps(types)[:60]}; give a word or a list of words.")
+
+    def fits(value: Any) -> bool:
+        return any(_TYPES[one](value) for one in allowed if isinstance(one, str) and one in _TYPES)
+
+    values = [schema["const"]] if "const" in schema else schema["enum"]
+    kept = [value for value in values if fits(value)] if isinstance(values, list) else values
+    if not kept:
+        raise DraftsmithError(f"{name} has no value of its type {json.dumps(types)[:60]}; correct one of them.")
+    if "enum" in schema:
+        schema["enum"] = kept
+
+
+def _check_names(name: str, schema: dict[str, Any]) -> None:
+    """Describe all required properties; refuse properties that are described twice, or that may not be there."""
+    described, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    names = schema.get("propertyNames", True)
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        raise DraftsmithError(f"{name} has required = {json.dumps(required)[:60]}; give a list of names.")
+    missing = [one for one in required if one not in described]
+    rest = schema.get("additionalProperties", schema.get("unevaluatedProperties", True))
+    if missing and (rest is False or patterns or names is not True):
+        raise DraftsmithError(
+            f"{name} requires {missing[0][:MOST_NAME]!r}, which its properties do not describe; describe it there."
+        )
+    for one in described:
+        twice = next((pattern for pattern in patterns if _matches(pattern, one)), None)
+        if twice is not None:
+            raise DraftsmithError(
+                f"{name} describes {one[:MOST_NAME]!r} by its name and by the pattern {twice[:MOST_NAME]!r}, only one "
+                "of which could be kept; change the pattern."
+            )
+        if isinstance(names, dict) and not (_matches(names.get("pattern"), one) and one in _values(names, one)):
+            raise DraftsmithError(
+                f"{name} describes {one[:MOST_NAME]!r}, a name that its 'propertyNames' forbid; leave it out."
+            )
+    if missing:
+        schema["properties"] = described | {one: copy.deepcopy(rest) for one in missing}
+
+
+def _values(schema: dict[str, Any], usual: Any) -> list[Any]:
+    """Return the values that `const` or `enum` leave, or the usual one where neither is there."""
+    values = schema.get("enum", [schema.get("const", usual)])
+    return values if isinstance(values, list) else [usual]
+
+
+def _matches(pattern: Any, text: str) -> bool:
+    """Whether a pattern is found in a text."""
+    try:
+        return not isinstance(pattern, str) or re.search(pattern, text) is not None
+    except re.error:  # not Python's, but perhaps the compiler's
+        return False
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

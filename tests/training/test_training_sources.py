@@ -146,6 +146,35 @@ def test_what_is_no_text_is_counted_as_what_it_is(tmp_path: Path):
         read_record({"text": 5}, "x")
 
 
+@pytest.mark.parametrize("cut", [
+    {"text": "cut \ud83d"}, {"messages": [CHAT[0], {"role": "assistant", "content": "\udc00"}]},
+    {"prompt": "a\ud83d", "completion": "b"}, {"messages": CHAT, "tools": [{"name": "\ud83d"}]},
+])  # fmt: skip
+def test_records_with_half_a_character_are_left_out_and_counted(cut: dict[str, Any], tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in ({"text": "one 😀"}, cut, {"text": "two"})))
+    found = source(path=str(path))
+    assert texts(found) == ["one 😀", "two"] and found.left_out == {"with half a character": 1}
+    with pytest.raises(DraftsmithError, match="x has half a character"):
+        read_record(cut | {"text": "\ud83d"}, "x")
+
+
+def test_lines_of_json_end_where_files_say_and_not_within_a_text(tmp_path: Path):
+    (tmp_path / "a.json").write_text('{"text": "one\u2028\x85two"}\n{"text": "three"}\r\n')
+    assert texts(source(path=str(tmp_path / "a.json"))) == ["one\u2028\x85two", "three"]
+
+
+def test_endings_in_capitals_mean_the_same(tmp_path: Path):
+    for name, content in (
+        ("A.JSONL", '{"text": "one"}\n'), ("B.Json", '[{"text": "one"}]'), ("C.CSV", "text\none\n"),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(content)
+    with gzip.open(tmp_path / "D.JSONL.GZ", "wt") as packed:
+        packed.write('{"text": "one"}\n')
+    assert texts(source(path=str(tmp_path))) == ["one"] * 4
+    assert all(texts(source(path=str(file))) == ["one"] for file in tmp_path.iterdir())
+
+
 def test_what_is_empty_or_held_out_is_counted(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     records = [{"text": ""}, {"text": None, "messages": CHAT}, {"messages": []}, *({"text": str(i)} for i in range(40))]
@@ -205,6 +234,8 @@ def test_long_texts_are_cut_where_a_word_begins_and_end_once():
          Conversation([{"role": "system", "content": "S"}, *CHAT], {})),
         ({"messages": CHAT, "tools": [{"name": "t"}], "documents": None},
          Conversation(CHAT, {"tools": [{"name": "t"}]})),
+        ({"messages": CHAT, "chat_template_kwargs": '{"enable_thinking": false}'},
+         Conversation(CHAT, {"enable_thinking": False})),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [1], "name": None}]},
          Conversation([{"role": "assistant", "content": None, "tool_calls": [1]}], {})),
     ],
@@ -222,6 +253,8 @@ def test_records(record: dict[str, Any], expected: Any):
         ({"messages": [{"role": "user"}]}, "x has a message without `role` or `content`"),
         ({"messages": "hi"}, "x has messages that are no list but 'hi'"),
         ({"messages": CHAT, "tools": "{"}, "x has `tools` that are no JSON"),
+        ({"messages": CHAT, "chat_template_kwargs": "["}, "x has `chat_template_kwargs` that are no JSON"),
+        ({"messages": CHAT, "chat_template_kwargs": "[1]"}, r"x has a list as `chat_template_kwargs` \(\[1\]\); give"),
     ],
 )
 def test_what_is_no_record_is_one_sentence(record: dict[str, Any], words: str):

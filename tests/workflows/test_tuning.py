@@ -85,6 +85,10 @@ def test_where_nothing_gains_nothing_is_saved(tmp_path: Path):
     ("options", "complaint"),
     [
         ({"guesses": 0}, "guesses is 0; give a positive number"),
+        ({"prompt_tokens": 0}, "prompt_tokens is 0; give a positive number"),
+        ({"minutes": 0.0}, "minutes is 0; give a positive number"),
+        ({"overhead": -5.0}, "overhead is -5; give 0 or more plain steps"),
+        ({"overhead": float("nan")}, "overhead is nan; give 0 or more plain steps"),
         ({"new_tokens": 4}, "4 new tokens hold no step of 3 guesses"),
         ({"new_tokens": 500}, "500 new tokens do not fit the context of 128"),
         ({"out": "target"}, "exists and holds something else"),

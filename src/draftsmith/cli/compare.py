@@ -167,7 +167,7 @@ def named_folders(items: Sequence[str]) -> dict[str, str]:
 def named_folder(item: str) -> tuple[str, str]:
     """Read NAME=FOLDER, or FOLDER, which is called by its own name, or by its run's where that says nothing."""
     name, equals, folder = item.partition("=")
-    if not equals:
+    if not equals or Path(item).is_dir():
         path = Path(item).absolute()
         return path.parent.name if path.name == EXPORTED else path.name, item
     if not name or not folder:

@@ -55,6 +55,7 @@ from draftsmith.cli.plans import (
 )
 from draftsmith.plan import NO_DRAFT
 from draftsmith.processor import Watch
+from draftsmith.text_files import ENCODING
 from draftsmith.types import LOSSY, Completion, DraftsmithError, SamplingParams
 
 if TYPE_CHECKING:
@@ -276,7 +277,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         text = prompt
     elif prompt_file is not None:
         try:
-            text = prompt_file.read_text(encoding="utf-8")
+            text = prompt_file.read_text(ENCODING)
         except IsADirectoryError as error:
             raise DraftsmithError(f"the prompt file {prompt_file} is a folder; give a file in it.") from error
         except OSError as error:
@@ -295,7 +296,7 @@ def read_standard_input() -> str:
     """Read all of it as UTF-8, whatever the locale says; DraftsmithError if it is not."""
     given = sys.stdin.buffer.read()
     try:
-        text = given.decode("utf-8")
+        text = given.decode(ENCODING)
     except UnicodeDecodeError as error:
         raise _not_utf8("standard input", error) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")

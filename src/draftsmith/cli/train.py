@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 LOW_TAU = 1.2
 """Below it a run says what to try."""
+RECIPES = (".yaml", ".yml")
 
 
 def train(
@@ -141,16 +142,21 @@ def list_keys(recipe: str | None, overrides: Sequence[str], family: str | None) 
 
 def sort_words(words: list[str]) -> tuple[str | None, list[str]]:
     """Tell the recipe's file from the overrides, which have the form section.field=value."""
-    overrides = [word for word in words if "=" in word]
-    files = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word and not _is_recipe(word)]
+    files = [word for word in words if word not in overrides]
     for word in files:
         if (Path(word) / "config.json").is_file():
             raise DraftsmithError(f"{word} is the folder of a model, not a recipe; write --target {word}.")
-        if Path(word).exists() and Path(word).suffix not in (".yaml", ".yml"):
+        if Path(word).exists() and Path(word).suffix not in RECIPES:
             raise DraftsmithError(f"{word} is no recipe (.yaml); write --data {word} to train on it.")
     if len(files) > 1:
         raise DraftsmithError(f"{files[1]!r} is no override; write section.field=value behind the one recipe.")
     return files[0] if files else None, overrides
+
+
+def _is_recipe(word: str) -> bool:
+    """Whether a word names a recipe that exists, whatever folders it lies in."""
+    return Path(word).suffix in RECIPES and Path(word).is_file()
 
 
 def tell(result: "TrainResult") -> None:
@@ -158,6 +164,7 @@ def tell(result: "TrainResult") -> None:
     from draftsmith.training.measuring import source_lines, tau_in_words
     from draftsmith.training.progress import early_in_words
     from draftsmith.training.wording import counted
+    from draftsmith.workflows.held_out import NEW_TOKENS, PROMPT_TOKENS
 
     training = result.training
     scores = training.best_scores
@@ -167,6 +174,10 @@ def tell(result: "TrainResult") -> None:
     used_with = training.target or result.target
     words = ["draftsmith", "bench", *(["--target", str(used_with)] if used_with else [])]
     words += ["--drafter", str(training.drafter), *(["--data", str(result.prompts)] if result.prompts else [])]
+    asked = result.measured_on
+    if min(asked.prompt_tokens, asked.longest) < PROMPT_TOKENS or asked.new_tokens < NEW_TOKENS:  # bench asks for more
+        length = min(asked.prompt_tokens, max(1, asked.longest // 2))  # not only the longest prompt has as many
+        words += ["--prompt-tokens", str(length), "--new-tokens", str(asked.new_tokens)]
     typer.echo(f"Whether it is faster here: {shlex.join(words)}")
     for record in training.ended_early:
         sentence = early_in_words(record)

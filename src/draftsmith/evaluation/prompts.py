@@ -50,7 +50,8 @@ def load_prompts(path: Path) -> list[Prompt]:
     A record may also hold only a `prompt`. The last answer of a conversation or completion is left to the target.
     """
     try:
-        prompts = read_jsonl(path) if path.suffix in (".jsonl", ".ndjson") else [Prompt("text", "", read_text(path))]
+        lines = path.suffix.lower() in (".jsonl", ".ndjson")
+        prompts = read_jsonl(path) if lines else [Prompt("text", "", read_text(path))]
     except OSError as error:
         raise DraftsmithError(f"the prompt file {path} cannot be read ({error.strerror}); check the path.") from error
     except UnicodeDecodeError as error:

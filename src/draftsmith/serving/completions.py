@@ -1,6 +1,7 @@
 """`/v1/completions`: texts or tokens in, their continuations out."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -38,10 +39,12 @@ async def completions(request: Request, service: Service, key: str) -> Response:
     if fields.best_of is not None and fields.best_of != copies:
         raise bad(f"best_of is {fields.best_of}, which is served only where it equals n.", "best_of")
     logprobs = check_logprobs(fields.logprobs, "logprobs", settings)
-    asked = given_whole(fields.max_tokens, DEFAULT_TOKENS)
+    field = "max_tokens" if fields.max_completion_tokens is None else "max_completion_tokens"
+    limit = getattr(fields, field)
+    asked = given_whole(limit, DEFAULT_TOKENS)
     echo = bool(fields.echo)
     if asked < (0 if echo else 1):
-        raise bad(f"max_tokens is {asked}; it must be at least 1, or 0 with echo.", "max_tokens")
+        raise bad(f"{field} is {asked}; it must be at least 1, or 0 with echo.", field)
     # A request that only scores its prompt still writes one token, which is not shown.
     params = sampling_params(
         fields, settings, form, max(1, asked), None if asked == 0 else logprobs, logprobs if echo else None
@@ -51,7 +54,15 @@ async def completions(request: Request, service: Service, key: str) -> Response:
     async with service.within(deadline):
         prompts, texts = await service.prompts.of_texts(fields.prompt)
     check_copies(len(prompts) * copies, settings)
+    if limit is None:  # prompts near the end of the context get what room there is
+        asked = max(1, min(asked, service.max_length - max(map(len, prompts), default=0)))
+        params = replace(params, max_tokens=asked)
     for prompt in prompts:
+        if asked == 0 and len(prompt) == service.max_length:
+            raise bad(
+                f"This model's maximum context length is {service.max_length} tokens, and to score a prompt takes one "
+                f"more than it has; give at most {service.max_length - 1}.", "prompt", "context_length_exceeded",
+            )
         service.check_room(prompt, params.max_tokens, "prompt")
     call = Call(
         prompts, params, drafting, key, deadline, fields.smooth, fields.explain,

@@ -52,7 +52,7 @@ async def messages(request: Request, service: Service, key: str) -> Response:
     drafting = drafting_of(fields.speculation, service.drafters, settings)
     deadline = service.deadline(request.scope["state"]["began"])
     form, prompt = await _read(fields, service, deadline)
-    params = sampling_params(general, settings, form, fields.max_tokens, None)
+    params = sampling_params(general, settings, form, fields.max_tokens, None, stops="stop_sequences")
     service.check_room(prompt, params.max_tokens, "max_tokens")
     told = request.scope["state"].setdefault("told", {})
     call = Call(

@@ -113,6 +113,8 @@ class Generation(Fields):
 
     model: str | None = None
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """What chats call it now; where both are given, this one counts."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -142,7 +144,18 @@ class Generation(Fields):
     explain: Flag = False
     # Not offered, and too important to be ignored silently.
     prompt_embeds: Any = None
-    use_beam_search: bool | None = None
+    use_beam_search: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    include_stop_str_in_output: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_logprobs: Any = None
 
 
 class CompletionFields(Generation):
@@ -170,7 +183,6 @@ class ChatFields(Generation):
     """The body of `/v1/chat/completions`."""
 
     messages: Several[Message]
-    max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Several[Tool] | None = None

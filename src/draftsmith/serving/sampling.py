@@ -18,6 +18,16 @@ SEEDS = 2**63
 DRAWN_SEED = -1
 """The seed that asks vLLM and llama.cpp for another text each time."""
 FIELDS = frozenset(Generation.model_fields) | {"logprobs"}
+UNSERVED = {
+    "prompt_embeds": "give text or token ids", "use_beam_search": "leave it out",
+    "guided_json": "give structured_outputs with json", "guided_regex": "give structured_outputs with regex",
+    "guided_choice": "give structured_outputs with choice", "guided_grammar": "give structured_outputs with grammar",
+    "grammar": "give structured_outputs with grammar (EBNF)", "json_schema": "give structured_outputs with json",
+    "allowed_token_ids": "give logit_bias or structured_outputs", "bad_words": "give logit_bias",
+    "include_stop_str_in_output": "leave it out", "truncate_prompt_tokens": "send the end of the prompt alone",
+    "prompt_logprobs": "give echo with logprobs to /v1/completions",
+}
+"""Fields of other servers that would change the answer, with what to do instead."""
 
 
 def check_general(fields: Generation, settings: Settings) -> None:
@@ -28,10 +38,9 @@ def check_general(fields: Generation, settings: Settings) -> None:
         raise bad("stream_options needs a stream; set stream to true, or leave it out.", "stream_options")
     if fields.min_tokens:
         raise bad(f"min_tokens is {fields.min_tokens}, which is not served; leave it out.", "min_tokens")
-    if fields.prompt_embeds is not None:
-        raise bad("prompt_embeds are not served; give text or token ids.", "prompt_embeds")
-    if fields.use_beam_search:
-        raise bad("use_beam_search is not served; leave it out.", "use_beam_search")
+    for name, instead in UNSERVED.items():
+        if getattr(fields, name):
+            raise bad(f"{name} is not served; {instead}.", name)
     if fields.timeout is not None and not fields.timeout > 0:
         raise bad(f"timeout is {fields.timeout:g}; give seconds above 0.", "timeout")
 
@@ -57,9 +66,12 @@ def check_logprobs(value: int | None, name: str, settings: Settings) -> int | No
 
 def sampling_params(
     fields: Generation, settings: Settings, form: Form, max_tokens: int, logprobs: int | None,
-    prompt_logprobs: int | None = None,
+    prompt_logprobs: int | None = None, stops: str = "stop",
 ) -> SamplingParams:
     """Return the sampling parameters of a request; temperature and top_p default to 1, as with OpenAI.
+
+    Args:
+        stops: what the client calls its stop strings.
 
     Raises:
         ApiError: 400 for values out of range.
@@ -77,7 +89,7 @@ def sampling_params(
             presence_penalty=given(fields.presence_penalty, 0.0),
             frequency_penalty=given(fields.frequency_penalty, 0.0),
             logit_bias=_bias(fields.logit_bias, settings), max_tokens=max_tokens,
-            stop=_stops(fields.stop, settings), stop_token_ids=_stop_ids(fields.stop_token_ids, settings),
+            stop=_stops(fields.stop, settings, stops), stop_token_ids=_stop_ids(fields.stop_token_ids, settings),
             ignore_eos=fields.ignore_eos, seed=_seed(fields.seed), n=given_whole(fields.n, 1), logprobs=logprobs,
             prompt_logprobs=prompt_logprobs, constraint=form.constraint, prediction=form.prediction,
         )
@@ -128,13 +140,15 @@ def _bias(bias: dict[str, Any] | None, settings: Settings) -> dict[int, float]:
     return {int(token): value for token, value in zip(bias, values, strict=True)}
 
 
-def _stops(stop: str | list[str] | None, settings: Settings) -> Sequence[str]:
-    stops = [stop] if isinstance(stop, str) else stop or []
+def _stops(given: str | list[str] | None, settings: Settings, name: str) -> Sequence[str]:
+    stops = [given] if isinstance(given, str) else given or []
     if len(stops) > settings.max_stops:
-        raise bad(f"stop has {len(stops)} strings; the most is {settings.max_stops}.", "stop")
+        raise bad(f"{name} has {len(stops)} strings; the most is {settings.max_stops}.", name)
+    if "" in stops:
+        raise bad(f"{name} has an empty string; leave it out.", name)
     longest = max(map(len, stops), default=0)
     if longest > settings.max_stop_characters:
-        raise bad(f"a stop string has {longest} characters; the most is {settings.max_stop_characters}.", "stop")
+        raise bad(f"a string of {name} has {longest} characters; the most is {settings.max_stop_characters}.", name)
     return stops
 
 

@@ -30,15 +30,34 @@ class Completion:
 Document = str | Conversation | Completion
 
 
-class NotText(DraftsmithError):
-    """A record has something else where a text belongs; `reason` names its kind, by which such records are counted."""
+class UnusableRecord(DraftsmithError):
+    """A record that training leaves out; `reason` says why, in words by which such records are counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+class NotText(UnusableRecord):
+    """A record has something else where a text belongs."""
 
     def __init__(self, where: str, field: str, value: Any) -> None:
         kind = kind_of(value)
-        self.reason = f"with {kind} instead of a text"
         super().__init__(
+            f"with {kind} instead of a text",
             f"{where} has {kind} as `{field}` ({excerpt(repr(value))}) instead of a text; put it in quotes, or remove "
-            "the record."
+            "the record.",
+        )
+
+
+class HalfCharacter(UnusableRecord):
+    """A record has one half of a surrogate pair, as texts have that were cut in the middle of an emoji: JSON can hold
+    it as an escape, but no tokenizer can read it."""
+
+    def __init__(self, where: str, half: str) -> None:
+        super().__init__(
+            "with half a character",
+            f"{where} has half a character ({half!r}) in its text; remove it, or the record.",
         )
 
 
@@ -64,9 +83,21 @@ def read_record(record: Mapping[str, Any], where: str) -> Document:
     to the chat template.
 
     Raises:
-        NotText: the record has a number, say, where a text belongs.
+        UnusableRecord: the record has a number, say, where a text belongs, or half a character in it.
         DraftsmithError: the record has none of the known fields, or a message without role or content.
     """
+    document = _document(record, where)
+    shown = plain_text(document)
+    if isinstance(document, Conversation) and document.more:
+        shown += json.dumps(document.more, ensure_ascii=False, default=str)
+    try:
+        shown.encode()
+    except UnicodeEncodeError as error:
+        raise HalfCharacter(where, shown[error.start]) from error
+    return document
+
+
+def _document(record: Mapping[str, Any], where: str) -> Document:
     text = record.get("text")
     if isinstance(text, str) and text.strip():
         return text
@@ -112,17 +143,28 @@ def _conversation(turns: Any, record: Mapping[str, Any], where: str) -> Conversa
     system = record.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    more = dict(record.get("chat_template_kwargs") or {})
+    kwargs = _unquoted(record, "chat_template_kwargs", where) or {}
+    if not isinstance(kwargs, Mapping):
+        raise DraftsmithError(
+            f"{where} has {kind_of(kwargs)} as `chat_template_kwargs` ({excerpt(repr(kwargs))}); give an object."
+        )
+    more = dict(kwargs)
     for name in ("tools", "documents"):
-        value = record.get(name)
-        if isinstance(value, str) and value.strip():  # some data sets store these as JSON in a string
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise DraftsmithError(f"{where} has `{name}` that are no JSON ({error}); fix them.") from error
+        value = _unquoted(record, name, where)
         if value:
             more[name] = value
     return Conversation(messages, more)
+
+
+def _unquoted(record: Mapping[str, Any], name: str, where: str) -> Any:
+    """Return a field of a record; some data sets store lists and objects as JSON in a string."""
+    value = record.get(name)
+    if not (isinstance(value, str) and value.strip()):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DraftsmithError(f"{where} has `{name}` that are no JSON ({error}); fix them.") from error
 
 
 def _message(turn: Any, where: str) -> Message:

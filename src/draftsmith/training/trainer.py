@@ -111,7 +111,7 @@ class TrainingRun:
         else:
             folder = self.folder.path / "dry-run"
             self.trained.export(folder, 0)
-            self.console.print(f"initialised drafter: {folder}")
+            self.console.print(f"initialised drafter: {folder}", markup=False)
         return TrainingResult(self.folder.path, folder, self.progress.step, None, [])
 
     def _foretell(self, written: int) -> None:

@@ -13,7 +13,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Peer, prepare_grid, run_grid
 from draftsmith.evaluation.grid import Grid, check_peer
-from draftsmith.evaluation.prompts import Prompt
+from draftsmith.evaluation.prompts import Prompt, cut
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
@@ -136,6 +136,8 @@ def bench(
             f"{max(grid.prompt_tokens)} prompt tokens and {grid.new_tokens} new ones do not fit the context of "
             f"{engine.target.max_length}; shorten one of them."
         )
+    for length in grid.prompt_tokens:
+        cut(engine.target, texts, length, 1)  # refuses a length that no prompt has, before anything is measured
     if drafting:
         check_drafter(engine.drafter, grid.rules)
     own = engine.plan

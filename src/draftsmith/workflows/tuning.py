@@ -1,5 +1,6 @@
 """Finds the layers of a target to leave out, so that the rest drafts for it: `draftsmith tune-layers`, from Python."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -123,9 +124,14 @@ def tune_layers(
     Raises:
         DraftsmithError: impossible numbers, a folder that holds something else, or layers that have no such parts.
     """
-    for name, value in (("guesses", guesses), ("evaluations", evaluations), ("prompts", prompt_count)):
+    counts = {"guesses": guesses, "evaluations": evaluations, "prompts": prompt_count, "prompt_tokens": prompt_tokens}
+    for name, value in counts.items():
         if value < 1:
             raise DraftsmithError(f"{name} is {value}; give a positive number.")
+    if minutes is not None and not minutes > 0:
+        raise DraftsmithError(f"minutes is {minutes:g}; give a positive number.")
+    if not 0 <= overhead < math.inf:
+        raise DraftsmithError(f"overhead is {overhead:g}; give 0 or more plain steps.")
     if new_tokens <= guesses + 1:
         raise DraftsmithError(f"{new_tokens} new tokens hold no step of {guesses} guesses; give more tokens.")
     folder, shown = Path(out).expanduser(), console or quiet()

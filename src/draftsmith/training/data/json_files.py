@@ -33,7 +33,7 @@ def records_of(text: str, file: Path, alone: bool) -> Iterator[Located] | None:
         found = json.loads(text)
     except json.JSONDecodeError as error:
         if _begins_with_record(text[: error.pos], alone):
-            return json_lines(text.splitlines(), file)
+            return json_lines(text.split("\n"), file)  # `splitlines` would split within strings, too
         if _BEGINS_RECORDS.match(text):
             raise DraftsmithError(
                 f"{file} begins as a list of records but is no JSON ({error}); fetch it again, or fix it."

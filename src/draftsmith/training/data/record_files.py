@@ -43,7 +43,7 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
             raise DraftsmithError(
                 f"{path} is no text; give text in UTF-8, {', '.join([*JSON_LINES, *TABLES])} or .parquet, or unpack it."
             )
-        if path.suffix in TABLES and _separator(path) is None:
+        if path.suffix.lower() in TABLES and _separator(path) is None:
             raise _no_texts(path)
         return [path], Counter()
     files, left_out = [], Counter[str]()
@@ -61,10 +61,10 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
 
 def _is_binary(file: Path) -> bool:
     """Whether a file is neither text nor of a compressed kind that can be read here."""
-    if file.name.endswith((*JSON_LINES, ".parquet")):
+    if file.name.lower().endswith((*JSON_LINES, ".parquet")):
         return False
     with _named_if_unreadable(file), file.open("rb") as opened:
-        return b"\0" in opened.read(LOOKED_AT) or file.name.endswith((".gz", ".xz", ".zip", ".bz2", ".zst"))
+        return b"\0" in opened.read(LOOKED_AT) or file.name.lower().endswith((".gz", ".xz", ".zip", ".bz2", ".zst"))
 
 
 @contextmanager
@@ -108,14 +108,14 @@ def records_in(file: Path, alone: bool = True) -> Iterator[Located]:
     Raises:
         NotUtf8: at once, if it is a plain text of another encoding; of records, when the first line of them is reached.
     """
-    if file.name.endswith(JSON_LINES):
+    if file.name.lower().endswith(JSON_LINES):
         return json_lines(_lines(file), file)
-    if file.suffix == ".parquet":
+    if file.suffix.lower() == ".parquet":
         return _parquet(file)
-    if file.suffix in TABLES and (separator := _separator(file)) is not None:
+    if file.suffix.lower() in TABLES and (separator := _separator(file)) is not None:
         return _table(file, separator)
     text = read_text(file)
-    records = records_of(text, file, alone) if file.suffix == ".json" else None
+    records = records_of(text, file, alone) if file.suffix.lower() == ".json" else None
     return iter([({"text": text}, str(file))]) if records is None else records
 
 
@@ -139,9 +139,9 @@ def records_on_hub(section: SourceSection) -> Iterator[Located]:
 
 
 def _unpacked(path: Path) -> BinaryIO:
-    if path.name.endswith(".xz"):
+    if path.name.lower().endswith(".xz"):
         return cast(BinaryIO, lzma.open(path, "rb"))
-    if path.name.endswith(".gz"):
+    if path.name.lower().endswith(".gz"):
         return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
 
@@ -193,7 +193,7 @@ def _columns(path: Path, separator: str) -> list[str]:
 
 def _ways(path: Path) -> dict[str, list[str]]:
     """Return the names of a table's columns by what may stand between them, what its ending says first."""
-    return {separator: _columns(path, separator) for separator in (TABLES[path.suffix], *SEPARATORS)}
+    return {separator: _columns(path, separator) for separator in (TABLES[path.suffix.lower()], *SEPARATORS)}
 
 
 def _separator(path: Path) -> str | None:

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from draftsmith.targets.records import Document, NotText, plain_text, read_record
+from draftsmith.targets.records import Document, UnusableRecord, plain_text, read_record
 from draftsmith.text_files import NotUtf8
 from draftsmith.training.data.json_files import Located
 from draftsmith.training.data.record_files import JSON_LINES, files_of, missing_file, records_in, records_on_hub
@@ -48,8 +48,8 @@ def _short_name(section: SourceSection) -> str:
     path = Path(section.path).expanduser()
     if path.is_dir():
         return path.resolve().name
-    ending = next((ending for ending in JSON_LINES if path.name.endswith(ending)), path.suffix)
-    return path.name.removesuffix(ending)
+    ending = next((ending for ending in JSON_LINES if path.name.lower().endswith(ending)), path.suffix)
+    return path.name[: len(path.name) - len(ending)]
 
 
 def _whole_name(section: SourceSection) -> str:
@@ -102,12 +102,12 @@ class Source:
             "used": self.read - self.left_out.total() + self.left_out[HELD_OUT_END], "left_out": dict(self.left_out),
         }
 
-    def documents(self) -> Iterator[Document | NotText]:
+    def documents(self) -> Iterator[Document | UnusableRecord]:
         """Yield all documents of the source, including held-out and empty ones, and the errors of records without."""
         for record, where in self._records():
             try:
-                document: Document | NotText = read_record(record, where)
-            except NotText as error:
+                document: Document | UnusableRecord = read_record(record, where)
+            except UnusableRecord as error:
                 document = error
             yield document
 
@@ -131,7 +131,7 @@ class Source:
     def split(self) -> Split:
         """Which of its documents are held out."""
         if self._split is None:
-            documents = (found for found in self.documents() if not isinstance(found, NotText))
+            documents = (found for found in self.documents() if not isinstance(found, UnusableRecord))
             self._split = find_split(documents, self.held_out_every)
         return self._split
 
@@ -140,7 +140,7 @@ class Source:
         self.read, self.left_out, seen = 0, Counter(), 0
         for document in self.documents():
             self.read += 1
-            if isinstance(document, NotText):
+            if isinstance(document, UnusableRecord):
                 self.left_out[document.reason] += 1
                 continue
             if not plain_text(document).strip():
