@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from draftsmith.cli import app
+from draftsmith.cli.compare import named_folder
+from draftsmith.cli.train import sort_words
 from draftsmith.processor import busy_seconds
 from draftsmith.training import disturbance
 from draftsmith.training.checkpoint import Checkpoints
@@ -175,6 +177,16 @@ def test_data_named_by_an_override_alone_are_trained_on_as_with_the_option(place
         chosen = [line.split(":")[1] for line in result.output.splitlines() if line.startswith("chosen: ")]
         told.append([line for line in chosen if "batch" not in line])
     assert told == told[:1] * 4 and " stage1.length = 256" in told[0]
+
+
+def test_paths_with_an_equals_sign_in_them_are_paths(tmp_path: Path):
+    run_folder = tmp_path / "mlp-n_predict=2"
+    (run_folder / "drafter").mkdir(parents=True)
+    recipe = str(run_folder / "recipe.yaml")
+    Path(recipe).write_text("drafter: {}")
+    assert sort_words([recipe, "stage1.steps=3"]) == (recipe, ["stage1.steps=3"])
+    drafter = str(run_folder / "drafter")
+    assert named_folder(drafter) == ("mlp-n_predict=2", drafter) and named_folder(f"own={drafter}") == ("own", drafter)
 
 
 def test_mistyped_paths_name_the_nearest_one(place: Path, tmp_path: Path):

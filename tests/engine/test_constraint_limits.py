@@ -59,6 +59,25 @@ BAD: dict[str, tuple[Constraint, str]] = {
     "no list": (Constraint("choice", '{"a": 1}'), "JSON list of strings"),
     "nothing to choose": (Constraint.of_choices([]), "JSON list of strings"),
     "half a character": (Constraint.of_choices(["a", "\ud800"]), "the choice '\\ud800' has half of a surrogate pair"),
+    "required and undescribed": (
+        Constraint.of_schema({"type": "object", "properties": {}, "required": ["z"], "additionalProperties": False}),
+        "requires 'z', which its properties do not describe",
+    ),
+    "required by a pattern": (
+        Constraint.of_schema({"type": "object", "patternProperties": {"^x": True}, "required": ["x1"]}),
+        "requires 'x1'",
+    ),
+    "required that is no list": (Constraint.of_schema({"type": "object", "required": "z"}), "required = \"z\"; give a"),
+    "a value of another type": (Constraint.of_schema({"type": "integer", "const": "x"}), "no value of its type \"int"),
+    "values of another type": (Constraint.of_schema({"type": ["null", "string"], "enum": [1]}), "no value of its type"),
+    "a name that may not be": (
+        Constraint.of_schema({"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "properties": {"c": True}}),
+        "describes 'c', a name that its 'propertyNames' forbid",
+    ),
+    "a property described twice": (
+        Constraint.of_schema({"type": "object", "patternProperties": {"^x": True}, "properties": {"x1": True}}),
+        "describes 'x1' by its name and by the pattern '^x'",
+    ),
     "a number too large": (Constraint("json_schema", '{"type": "number", "maximum": 1e999}'), "use numbers that are"),
 }
 
@@ -329,3 +348,17 @@ def test_lengths_of_strings_let_no_control_characters_through():
     schema = '{"type": "object", "properties": {"a": {"type": "string", "minLength": 2, "maxLength": 5}}}'
     kept = json.loads(check_schema(schema))
     assert kept["properties"]["a"] == {"type": "string", "pattern": '^[^\\x00-\\x1f"\\\\]{2,5}$'}
+
+
+def test_required_properties_come_and_values_are_of_the_type():
+    schemas = (
+        ({"type": "object", "required": ["b"], "additionalProperties": {"enum": [1]}}, r'\{\s*"b"\s*:\s*1\s*[,}]'),
+        (
+            {"type": "array", "items": {"type": "string", "enum": ["x", None]}, "minItems": 3},
+            r'\[(\s*"x"\s*,){2}\s*"x"',
+        ),
+    )
+    for schema, expected in schemas:
+        params = replace(GREEDY, max_tokens=40, constraint=Constraint.of_schema(schema))
+        (found,) = Engine(target_with("byte-level")).generate([[5, 6]], params)
+        assert re.match(expected, found.text), found.text

@@ -142,6 +142,14 @@ CASES: dict[str, tuple[str, Any, int]] = {
     "a part without its text": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400),
     "suffix": (COMPLETION, {"prompt": "x", "suffix": "y"}, 400),
     "beams": (COMPLETION, {"prompt": "x", "use_beam_search": True}, 400),
+    **{
+        f"{name}, which others have": (COMPLETION, {"prompt": "x", name: value}, 400)
+        for name, value in {
+            "guided_json": {"type": "null"}, "guided_choice": ["a"], "guided_regex": "a", "grammar": "root ::= \"a\"",
+            "allowed_token_ids": [5], "bad_words": ["a"], "include_stop_str_in_output": True,
+            "truncate_prompt_tokens": 1, "prompt_logprobs": 1,
+        }.items()
+    },
     "audio": (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, 400),
     "a route that there is not": ("/v1/embeddings", {"input": "x"}, 404),
 }

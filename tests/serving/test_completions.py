@@ -1,12 +1,24 @@
 """`/v1/completions`: what goes in, what comes out, in one piece and as a stream."""
 
+import asyncio
 import json
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from tests.serving.toy import NAME, PROMPTS, events_of, make_service, plainly, post, text_of, tokens_of, with_client
+from tests.serving.toy import (
+    NAME,
+    PROMPTS,
+    events_of,
+    make_service,
+    plainly,
+    post,
+    running,
+    text_of,
+    tokens_of,
+    with_client,
+)
 
 PATH = "/v1/completions"
 
@@ -36,6 +48,33 @@ def test_prompts_of_every_kind(prompt: Any, texts: list[str]):
     told = ask(prompt=prompt)
     assert [choice["text"] for choice in told["choices"]] == [plainly(text).text for text in texts]
     assert told["usage"]["prompt_tokens"] == sum(len(tokens_of(text)) for text in texts)
+
+
+def test_max_completion_tokens_counts_as_in_chats():
+    assert ask(max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    refused = post(PATH, {"prompt": "x", "max_completion_tokens": 0}).json()["error"]
+    assert refused["param"] == "max_completion_tokens" and "max_completion_tokens is 0" in refused["message"]
+
+
+def test_prompts_near_the_end_of_the_context_get_what_room_there_is():
+    async def main() -> list[Any]:
+        async with running(make_service(max_length=40)) as client:
+            asked = [{}, {"max_tokens": 4}, {"max_tokens": 0, "echo": True}]
+            found = [await client.post(PATH, json={"prompt": [5] * 37, **fields}) for fields in asked]
+            return [*found, await client.post(PATH, json={"prompt": [5] * 40, "max_tokens": 0, "echo": True})]
+
+    free, asked, scored, full = asyncio.run(main())
+    assert free.json()["usage"]["completion_tokens"] == 3 and scored.status_code == 200
+    assert asked.status_code == full.status_code == 400
+    assert "lower max_tokens to 3" in asked.json()["error"]["message"]
+    assert "give at most 39" in full.json()["error"]["message"]
+
+
+def test_an_empty_stop_string_is_named_as_the_client_named_it():
+    told = post(PATH, {"prompt": "x", "stop": ""}).json()["error"]
+    assert told["message"] == "stop has an empty string; leave it out." and told["param"] == "stop"
+    hi = {"model": NAME, "max_tokens": 1, "messages": [{"role": "user", "content": "x"}], "stop_sequences": [""]}
+    assert "stop_sequences has an empty string" in post("/v1/messages", hi).json()["error"]["message"]
 
 
 def test_a_stream_says_the_same_piece_by_piece():

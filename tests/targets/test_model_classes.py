@@ -104,6 +104,12 @@ def test_few_classes_escape():
 
 
 EXACT_VARIANTS = {
+    **{
+        f"{name}, positions called dynamic that are not": (
+            name, {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 1000.0}},
+        )
+        for name in ("hunyuan_v1_dense", "hunyuan_v1_moe")
+    },
     "windows in some layers": ("qwen2", {"layer_types": ["full_attention", "sliding_attention"]}),
     "windows in all layers": ("mixtral", {"sliding_window": 6}),
     "positions that scale queries": (

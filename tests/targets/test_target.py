@@ -20,6 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from draftsmith.native import why_missing
 from draftsmith.targets import Nodes, Target, keep_path
 from draftsmith.types import ROOT, UNUSED, DraftsmithError
 from draftsmith.verify.tree import tree_tables
@@ -235,6 +236,19 @@ def test_a_widened_copy_is_the_same_model_in_fp32():
     narrow_BTF, narrow_BTV = narrow.encode(tokens_BT, logits=True)
     assert logits_BTV is not None and narrow_BTV is not None and features_BTF.shape == narrow_BTF.shape
     torch.testing.assert_close(narrow_BTV.float(), logits_BTV, rtol=0.1, atol=0.25)
+
+
+def test_copies_of_a_model_that_was_cast_as_a_whole_turn_positions_as_it_does():
+    """Otherwise a copy that drafts would read the target's keys by other positions than they were written with."""
+    target = Target(tiny_model("llama").to(torch.bfloat16))
+    rounded = target.model.model.rotary_emb.inv_freq
+    assert rounded.dtype == torch.bfloat16
+    copies = [target.widened(), target.copied(torch.bfloat16)]
+    if not why_missing():
+        copies.append(target.quantised("int4"))
+    for one in copies:
+        frequencies = one.model.model.rotary_emb.inv_freq
+        assert frequencies.dtype == torch.float32 and torch.equal(frequencies, rounded.float())
 
 
 def test_copies_in_fewer_bits_keep_the_rotary_frequencies():

@@ -29,6 +29,12 @@ USER_MISTAKE = 2
 INTERRUPTED = 130
 
 
+UNUSABLE = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
+)
+"""Errors of the system that the user can do something about."""
+
+
 class FriendlyGroup(typer.core.TyperGroup):
     """Turns a user's mistake, a full disk or Ctrl-C into one sentence and an exit code, without a traceback."""
 
@@ -47,10 +53,10 @@ class FriendlyGroup(typer.core.TyperGroup):
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             raise typer.Exit(0) from None
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            if error.errno not in UNUSABLE:
                 raise
             what = error.filename or "a file"
-            say(f"Error: {what} could not be used ({error.strerror}); fix its permissions or free some space.")
+            say(f"Error: {what} could not be used ({error.strerror}); fix its path or permissions, or free some space.")
             raise typer.Exit(USER_MISTAKE) from None
 
 

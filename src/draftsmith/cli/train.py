@@ -176,7 +176,8 @@ def tell(result: "TrainResult") -> None:
     words += ["--drafter", str(training.drafter), *(["--data", str(result.prompts)] if result.prompts else [])]
     asked = result.measured_on
     if min(asked.prompt_tokens, asked.longest) < PROMPT_TOKENS or asked.new_tokens < NEW_TOKENS:  # bench asks for more
-        length = min(asked.prompt_tokens, max(1, asked.longest // 2))  # not only the longest prompt has as many
+        enough = asked.longest >= asked.prompt_tokens
+        length = asked.prompt_tokens if enough else max(1, asked.longest // 2)  # which more than one prompt has
         words += ["--prompt-tokens", str(length), "--new-tokens", str(asked.new_tokens)]
     typer.echo(f"Whether it is faster here: {shlex.join(words)}")
     for record in training.ended_early:

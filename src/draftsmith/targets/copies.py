@@ -56,7 +56,23 @@ def copy_of(target: "Target", quantize: Quantization, name: str) -> PreTrainedMo
     progress.info("%s.", sentence)
     shell.load_state_dict(_rest(target, shell), strict=False, assign=True)
     shell.tie_weights()
+    take_unstored(shell, target.model)
     return shell
+
+
+def take_unstored(model: nn.Module, origin: nn.Module) -> None:
+    """Give a copy the numbers of its origin that no checkpoint stores, in fp32 or wider.
+
+    These are the frequencies of rotary positions above all. A model that was cast as a whole (`model.to(bfloat16)`) has
+    rounded ones, and reads its cached keys by them; a copy that is built anew would have others.
+    """
+    stored, held = model.state_dict().keys(), dict(origin.named_buffers())
+    for name, buffer in list(model.named_buffers()):
+        own = held.get(name)
+        if name in stored or own is None or own.shape != buffer.shape or not own.is_floating_point():
+            continue
+        place, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(place), leaf, own.to(torch.promote_types(buffer.dtype, torch.float32)))
 
 
 def refuse_left_over(model: PreTrainedModel, name: str, what: str) -> None:

@@ -18,7 +18,7 @@ from draftsmith.targets.backend import Backend, first_backend, refuse_unpackable
 from draftsmith.targets.cache.cache import KVCache
 from draftsmith.targets.cache.nodes import Nodes
 from draftsmith.targets.calibration import Calibration
-from draftsmith.targets.copies import copy_of
+from draftsmith.targets.copies import copy_of, take_unstored
 from draftsmith.targets.encode import encode_by_model, no_features
 from draftsmith.targets.hooks import Hooks
 from draftsmith.targets.loading.loading import load_model, precision_on_disk, resolve_device, short_name
@@ -186,6 +186,7 @@ class Target:
         model = type(self.model)(copy.deepcopy(self.model.config))
         cast_parameters(model, dtype)
         model.load_state_dict(self.model.state_dict())
+        take_unstored(model, self.model)
         return Target(model.to(device=self.device), self.tokenizer, self.name, native, quantize)
 
     def quantised(self, quantize: Quantization, name: str = "a quantised copy", calibrate: int = 0) -> "Target":

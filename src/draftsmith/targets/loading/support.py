@@ -21,6 +21,9 @@ SAMPLES = 64
 SHORT_WINDOW = 4
 """The length to which sliding windows are shortened where a few tokens have to reach past them."""
 
+FIXED_BY_ALPHA = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
+"""Model types whose rotary positions, though named dynamic, stay as they are where the config has an `alpha`."""
+
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
 
 
@@ -33,7 +36,8 @@ def refuse_unsupported(config: Any, name: str) -> None:
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}
     settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    moving = {str(value.get("rope_type")) for value in settings} & {"dynamic", "longrope"}
+    fixed = [value for value in settings if config.model_type in FIXED_BY_ALPHA and value.get("alpha")]
+    moving = {str(value.get("rope_type")) for value in settings if value not in fixed} & {"dynamic", "longrope"}
     if moving:
         raise DraftsmithError(
             f"{name} ({config.model_type}) has rotary positions of type {', '.join(sorted(moving))}, which change with "
