@@ -294,6 +294,8 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
 
 def read_standard_input() -> str:
     """Read all of it as UTF-8, whatever the locale says; DraftsmithError if it is not."""
+    if sys.stdin is None:  # as a shell's `<&-` leaves it
+        raise DraftsmithError("standard input is closed; give the prompt as an argument or as --prompt-file.")
     given = sys.stdin.buffer.read()
     try:
         text = given.decode(ENCODING)

@@ -224,7 +224,8 @@ def train(
         if starts:
             assert isinstance(recipe, dict)
             given_minutes = DEFAULT_MINUTES if minutes is None else minutes
-            with watched(shown, SHORT_PLAN) as disturbed:
+            fixed = {"stage1.steps", "stage2.steps"} <= {word.partition("=")[0] for word in chosen}
+            with watched(shown, LONG_ESTIMATE if fixed else SHORT_PLAN) as disturbed:
                 settled, pace = choose(recipe, chosen, loaded, bridge, minutes=given_minutes, console=shown)
         for sentence in filter(None, (probe.sentence(), probe.warning)):
             shown.print(sentence, highlight=False, markup=False)
