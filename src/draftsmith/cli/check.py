@@ -90,9 +90,9 @@ def check(
         trust_remote_code=trust_remote_code, prompts=data, task=task, prompt_count=prompts, new_tokens=new_tokens,
         console=notes, on_progress=say,
     )
-    show(console, result.report, explain)
     if json_path is not None:
         write_json(json_path, result.as_json())
+    show(console, result.report, explain)
     if not result.passed:
         raise typer.Exit(FAILED)
 

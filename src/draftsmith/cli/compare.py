@@ -133,10 +133,10 @@ def compare(
             loading=Loading(dtype, device, trust_remote_code, native), console=notes, on_progress=report,
         )
     result = done.as_json()
-    show(console, result)
-    console.print(f"\nReport: {done.report}")
     if json_path is not None:
         write_json(json_path, result)
+    show(console, result)
+    console.print(f"\nReport: {done.report}")
 
 
 @contextmanager

@@ -26,9 +26,9 @@ def doctor(threads: ThreadsOption = None, json_path: JsonOption = None) -> None:
 
     set_up(threads, Console(stderr=True))
     found = examine()
-    show(Console(), found)
     if json_path is not None:
         write_json(json_path, found.as_json())
+    show(Console(), found)
 
 
 def show(console: Console, found: "Diagnosis") -> None:

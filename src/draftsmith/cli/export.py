@@ -113,12 +113,12 @@ def export(
             new_tokens=NEW_TOKENS if new_tokens is None else new_tokens, dtype=dtype, device=device,
             trust_remote_code=trust_remote_code, console=notes, on_progress=report,
         )
+    if json_path is not None:
+        write_json(json_path, result.as_json())
     console.print(f"Written to {result.folder}. To serve with it:\n", highlight=False, markup=False)
     console.print(f"    {result.command}", highlight=False, markup=False, soft_wrap=True)
     if result.compared is not None:
         show(console, result.compared)
-    if json_path is not None:
-        write_json(json_path, result.as_json())
     if not result.passed:
         raise typer.Exit(FAILED)
 

@@ -144,9 +144,9 @@ def prove(
             serving=serving, loading=Loading(dtype, device, trust_remote_code, native, quantize), console=notes,
             on_progress=report,
         )
-    show(console, result.proof, result.small_alphabet, quick)
     if json_path is not None:
         write_json(json_path, result.as_json())
+    show(console, result.proof, result.small_alphabet, quick)
     if result.verdict == "defect":
         raise typer.Exit(DEFECT)
 

@@ -121,12 +121,12 @@ def train(
         evaluation=Evaluation(eval_data, eval_prompts, eval_tokens, eval_prompt_tokens),
         trust_remote_code=trust_remote_code, console=Console(stderr=True), threads=threads,
     )
-    if not dry_run:
-        tell(result)
     if json_path is not None:
         from draftsmith.evaluation.reporting.result_files import write_json
 
         write_json(json_path, result.as_json())
+    if not dry_run:
+        tell(result)
 
 
 def list_keys(recipe: str | None, overrides: Sequence[str], family: str | None) -> None:

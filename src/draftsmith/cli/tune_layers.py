@@ -95,9 +95,9 @@ def tune_layers(
             overhead=overhead, seed=seed, loading=Loading(dtype, device, trust_remote_code, native, quantize),
             console=notes, on_progress=report,
         )
-    show(console, result)
     if json_path is not None:
         write_json(json_path, result.as_json())
+    show(console, result)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
 
