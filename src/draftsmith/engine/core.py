@@ -332,7 +332,7 @@ class EngineCore:
         if taken < count:
             tokens = tokens[:taken]
         if depth is not None and taken:
-            request.record(taken, drafted, depth, plan, part)
+            request.record(taken, drafted, depth, plan, part, count - 1)
         if raw_TV is not None and request.params.logprobs is not None:
             request.logprobs += logprobs_of(raw_TV[:taken], tokens, request.params.logprobs)
         if raw_TV is not None and request.keeps_logits:

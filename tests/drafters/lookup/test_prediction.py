@@ -226,6 +226,16 @@ def test_copies_share_a_prediction():
     assert found[1].statistics.rejected_prediction == 0
 
 
+def test_a_text_that_ends_within_a_right_prediction_rejects_nothing_of_it():
+    (plain,) = Engine(tiny_target()).generate([QUESTIONS[0]], SamplingParams(max_tokens=40, ignore_eos=True))
+    for end in range(3, 20):
+        params = SamplingParams(max_tokens=end, ignore_eos=True, prediction=plain.tokens)
+        (found,) = Engine(tiny_target()).generate([QUESTIONS[0]], params)
+        told = found.statistics
+        assert found.tokens == plain.tokens[:end] and told.rejected_prediction == 0
+        assert told.accepted_prediction in (told.accepted, told.accepted + 1), "the last token may be a guess"
+
+
 def text_of(prediction: str | None, constraint: Constraint | None = None) -> Completion:
     params = SamplingParams(max_tokens=60, prediction=prediction, constraint=constraint)
     return Engine(target_with("byte-level")).generate(["Once upon a time"], params)[0]

@@ -171,19 +171,21 @@ class Request:
             self.finish("length")
         return taken
 
-    def record(self, taken: int, drafted: int, depth: int, plan: Plan, part: int = 0) -> None:
+    def record(self, taken: int, drafted: int, depth: int, plan: Plan, part: int, stayed: int) -> None:
         """Record a step: the tokens it committed, the guesses it verified, the most it could have accepted, its plan.
 
         Args:
             part: which part of the drafter guessed, see `Draft.parts`.
+            stayed: guesses that were right, those behind the end of the text included.
         """
         if self.guide is not None:
             drafted -= self.guide.refused
         self.accepted.append(taken - 1)
         self.drafted += drafted
         if self.prediction is not None and self.prediction.guessed:
-            self.accepted_prediction += taken - 1
-            self.rejected_prediction += drafted - (taken - 1)
+            # The text may end with a guess, or before some that were right and are not needed any more.
+            self.accepted_prediction += min(taken, stayed)
+            self.rejected_prediction += max(0, drafted - stayed)
             self.prediction.guessed = 0
         else:
             # Where nothing was looked up, nobody guessed behind a lookup.
