@@ -70,14 +70,11 @@ BAD: dict[str, tuple[Constraint, str]] = {
     "required that is no list": (Constraint.of_schema({"type": "object", "required": "z"}), "required = \"z\"; give a"),
     "a value of another type": (Constraint.of_schema({"type": "integer", "const": "x"}), "no value of its type \"int"),
     "values of another type": (Constraint.of_schema({"type": ["null", "string"], "enum": [1]}), "no value of its type"),
-    "a name that may not be": (
-        Constraint.of_schema({"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "properties": {"c": True}}),
-        "describes 'c', a name that its 'propertyNames' forbid",
+    "required beside a schema of the rest": (
+        Constraint.of_schema({"type": "object", "required": ["b"], "additionalProperties": {"type": "null"}}),
+        "requires 'b'",
     ),
-    "a property described twice": (
-        Constraint.of_schema({"type": "object", "patternProperties": {"^x": True}, "properties": {"x1": True}}),
-        "describes 'x1' by its name and by the pattern '^x'",
-    ),
+    "values that are no list": (Constraint.of_schema({"type": "string", "enum": "x"}), 'enum = "x"; give a list'),
     "a number too large": (Constraint("json_schema", '{"type": "number", "maximum": 1e999}'), "use numbers that are"),
 }
 
@@ -352,7 +349,7 @@ def test_lengths_of_strings_let_no_control_characters_through():
 
 def test_required_properties_come_and_values_are_of_the_type():
     schemas = (
-        ({"type": "object", "required": ["b"], "additionalProperties": {"enum": [1]}}, r'\{\s*"b"\s*:\s*1\s*[,}]'),
+        ({"type": "object", "required": ["b"]}, r'\{\s*"b"\s*:'),
         (
             {"type": "array", "items": {"type": "string", "enum": ["x", None]}, "minItems": 3},
             r'\[(\s*"x"\s*,){2}\s*"x"',

@@ -144,7 +144,7 @@ class Generation(Fields):
     explain: Flag = False
     # Not offered, and too important to be ignored silently.
     prompt_embeds: Any = None
-    use_beam_search: Any = None
+    use_beam_search: bool | None = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None

@@ -19,7 +19,7 @@ DRAWN_SEED = -1
 """The seed that asks vLLM and llama.cpp for another text each time."""
 FIELDS = frozenset(Generation.model_fields) | {"logprobs"}
 UNSERVED = {
-    "prompt_embeds": "give text or token ids", "use_beam_search": "leave it out",
+    "use_beam_search": "leave it out",
     "guided_json": "give structured_outputs with json", "guided_regex": "give structured_outputs with regex",
     "guided_choice": "give structured_outputs with choice", "guided_grammar": "give structured_outputs with grammar",
     "grammar": "give structured_outputs with grammar (EBNF)", "json_schema": "give structured_outputs with json",
@@ -38,6 +38,8 @@ def check_general(fields: Generation, settings: Settings) -> None:
         raise bad("stream_options needs a stream; set stream to true, or leave it out.", "stream_options")
     if fields.min_tokens:
         raise bad(f"min_tokens is {fields.min_tokens}, which is not served; leave it out.", "min_tokens")
+    if fields.prompt_embeds is not None:
+        raise bad("prompt_embeds are not served; give text or token ids.", "prompt_embeds")
     for name, instead in UNSERVED.items():
         if getattr(fields, name):
             raise bad(f"{name} is not served; {instead}.", name)

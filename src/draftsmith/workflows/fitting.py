@@ -70,7 +70,7 @@ def fit(
     begun = time.monotonic()
     what_is_done = "Measuring what drafts cost on this machine …"
     if not console.is_terminal:  # where a status is not shown
-        often = "once for this target and this drafter: up to half a minute, with a large target a minute or two"
+        often = "once for this target and this drafter: up to a minute, or two with a large target"
         console.print(f"[dim]{what_is_done} ({often})[/dim]", highlight=False)
     with console.status(what_is_done) as status:
         profile, quiet = measure_profile(

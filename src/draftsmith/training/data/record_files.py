@@ -30,6 +30,11 @@ LOOKED_AT = 8192
 """Number of bytes at a file's beginning that decide whether it is text."""
 
 
+def ends_in(path: Path, *endings: str) -> bool:
+    """Whether a name has one of these endings, in small letters or in capitals."""
+    return path.name.lower().endswith(endings)
+
+
 def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
     """Return the files to read at a path, and how many files of a folder are left out, by reason.
 
@@ -61,10 +66,10 @@ def files_of(path: Path) -> tuple[list[Path], Counter[str]]:
 
 def _is_binary(file: Path) -> bool:
     """Whether a file is neither text nor of a compressed kind that can be read here."""
-    if file.name.lower().endswith((*JSON_LINES, ".parquet")):
+    if ends_in(file, *JSON_LINES, ".parquet"):
         return False
     with _named_if_unreadable(file), file.open("rb") as opened:
-        return b"\0" in opened.read(LOOKED_AT) or file.name.lower().endswith((".gz", ".xz", ".zip", ".bz2", ".zst"))
+        return b"\0" in opened.read(LOOKED_AT) or ends_in(file, ".gz", ".xz", ".zip", ".bz2", ".zst")
 
 
 @contextmanager
@@ -108,14 +113,14 @@ def records_in(file: Path, alone: bool = True) -> Iterator[Located]:
     Raises:
         NotUtf8: at once, if it is a plain text of another encoding; of records, when the first line of them is reached.
     """
-    if file.name.lower().endswith(JSON_LINES):
+    if ends_in(file, *JSON_LINES):
         return json_lines(_lines(file), file)
-    if file.suffix.lower() == ".parquet":
+    if ends_in(file, ".parquet"):
         return _parquet(file)
     if file.suffix.lower() in TABLES and (separator := _separator(file)) is not None:
         return _table(file, separator)
     text = read_text(file)
-    records = records_of(text, file, alone) if file.suffix.lower() == ".json" else None
+    records = records_of(text, file, alone) if ends_in(file, ".json") else None
     return iter([({"text": text}, str(file))]) if records is None else records
 
 
@@ -139,9 +144,9 @@ def records_on_hub(section: SourceSection) -> Iterator[Located]:
 
 
 def _unpacked(path: Path) -> BinaryIO:
-    if path.name.lower().endswith(".xz"):
+    if ends_in(path, ".xz"):
         return cast(BinaryIO, lzma.open(path, "rb"))
-    if path.name.lower().endswith(".gz"):
+    if ends_in(path, ".gz"):
         return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
 

@@ -10,7 +10,14 @@ from typing import Any
 from draftsmith.targets.records import Document, UnusableRecord, plain_text, read_record
 from draftsmith.text_files import NotUtf8
 from draftsmith.training.data.json_files import Located
-from draftsmith.training.data.record_files import JSON_LINES, files_of, missing_file, records_in, records_on_hub
+from draftsmith.training.data.record_files import (
+    JSON_LINES,
+    ends_in,
+    files_of,
+    missing_file,
+    records_in,
+    records_on_hub,
+)
 from draftsmith.training.data.split import Split, find_split
 from draftsmith.training.sections import SourceSection
 from draftsmith.types import DraftsmithError
@@ -48,7 +55,7 @@ def _short_name(section: SourceSection) -> str:
     path = Path(section.path).expanduser()
     if path.is_dir():
         return path.resolve().name
-    ending = next((ending for ending in JSON_LINES if path.name.lower().endswith(ending)), path.suffix)
+    ending = next((ending for ending in JSON_LINES if ends_in(path, ending)), path.suffix)
     return path.name[: len(path.name) - len(ending)]
 
 
