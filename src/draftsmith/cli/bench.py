@@ -50,7 +50,7 @@ from draftsmith.workflows.models import Loading
 BORDERS, BATCH_WIDTH = 3, 9
 LEGEND = (
     "Columns: 0 is plain decoding; another number is the most drafted paths that a step verifies; fitted drafts what "
-    "pays on this machine, as generate and serve do. τ is tokens a step, of batch sizes with drafts."
+    "pays on this machine, as generate and serve do. τ is tokens a step at the batch sizes that draft."
 )
 
 
