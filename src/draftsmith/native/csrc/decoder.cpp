@@ -72,6 +72,7 @@ Decoder::Decoder(Tensor embedding, Tensors weights, Tensors scales, Tensors sums
   }
   last_norm_ = norm(norms_.back(), s.width);
   most_inputs_ = std::max({s.width, inside, s.inner});
+  normed_stride_ = apart(s.width), mixed_stride_ = apart(inside), inner_stride_ = apart(s.inner);
 }
 
 std::tuple<Tensor, Tensor> Decoder::forward(const Tensor& tokens, const std::optional<Tensor>& depths,
@@ -105,12 +106,12 @@ Decoder::Buffers Decoder::prepare(const Pass& pass, int64_t threads) {
   const int64_t rows = pass.rows(), inside = s.heads * s.head_width;
   Buffers b;
   b.hidden = hidden_.of(rows * s.width);
-  b.normed = normed_.of(s.width * std::max(rows, std::min(rows, kOwnRows) * threads));
+  b.normed = normed_.of(normed_stride_ * std::max(rows, std::min(rows, kOwnRows) * threads));
   b.query = query_.of(rows * inside);
   b.key = key_.of(rows * s.key_heads * s.head_width);
-  b.mixed = mixed_.of(rows * inside);
-  b.inner = inner_.of(rows * s.inner);
-  b.wanted = wanted_.of(static_cast<int64_t>(pass.wanted.size()) * s.width);
+  b.mixed = mixed_.of(rows * mixed_stride_);
+  b.inner = inner_.of(rows * inner_stride_);
+  b.wanted = wanted_.of(static_cast<int64_t>(pass.wanted.size()) * normed_stride_);
   b.cosines = cosines_.of(rows * s.head_width / 2);
   b.sines = sines_.of(rows * s.head_width / 2);
   const int64_t queries = task_nodes() * (s.heads / s.key_heads);

@@ -15,7 +15,7 @@ namespace draftsmith {
 // Memory of a pass, kept for the next one: fresh pages would cost as much as a layer.
 template <class T>
 struct Scratch {
-  std::vector<T> memory;
+  Lined<T> memory;
   T* of(int64_t count) {
     if (static_cast<int64_t>(memory.size()) < count) memory.resize(count);
     return memory.data();
@@ -84,6 +84,7 @@ class Decoder : public Object {
     int64_t window = 0;  // 0 for none
   };
 
+  // Rows of normed, mixed, inner and wanted lie apart by the strides below, all others one right after the other.
   struct Buffers {
     bf16 *hidden, *normed, *query, *key, *mixed, *inner, *wanted;
     float *cosines, *sines, *private_floats;
@@ -104,7 +105,7 @@ class Decoder : public Object {
               const Bound& bound, const Choose& choose);
 
   // What follows is done by all threads of a team together.
-  // Returns the states behind the last norm; tapped ones go into the features.
+  // Returns the states behind the last norm, as normed ones lie; tapped ones go into the features.
   const bf16* read(const Team& team, const Pass& pass, const Buffers& b, bf16* features) const;
   // Returns the states of all rows, normed: by every thread for itself where they are few.
   const bf16* norm_rows(const Team& team, const bf16* weight, int64_t rows, const Buffers& b) const;
@@ -116,10 +117,10 @@ class Decoder : public Object {
   // The nodes of a row from `node` on, as many as attend together, over one key head.
   void attend_some(const Team& team, const Pass& pass, const Layer& layer, size_t index, int64_t row,
                    int64_t node, int64_t head, const Buffers& b) const;
-  void add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, const Buffers& b,
+  void add(const Team& team, const Linear& layer, const bf16* from, int64_t stride, int64_t rows, const Buffers& b,
            const void* ahead) const;
   void gate(const Team& team, const Layer& layer, const bf16* normed, const Buffers& b, int64_t rows) const;
-  void tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, bf16* features) const;
+  void tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, int64_t stride, bf16* features) const;
   void score(const Team& team, const Pass& pass, const bf16* normed, const Buffers& b, bf16* logits) const;
 
   Tensor embedding_;
@@ -128,6 +129,7 @@ class Decoder : public Object {
   Shape shape_;
   Linear head_;
   const bf16* last_norm_;
+  int64_t normed_stride_ = 0, mixed_stride_ = 0, inner_stride_ = 0;  // see `apart`; that of wanted is normed's
   std::vector<Layer> layers_;
   std::mutex busy_;  // the memory below serves one pass at a time
   Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_, wanted_;

@@ -29,28 +29,29 @@ const bf16* Decoder::read(const Team& team, const Pass& pass, const Buffers& b, 
     if (!owns_heads) team.barrier();
     attend(team, pass, layer, l, owns_heads, b);
     team.barrier();
-    add(team, layer.out, b.mixed, rows, b, layer.gate.begin(team));
+    add(team, layer.out, b.mixed, mixed_stride_, rows, b, layer.gate.begin(team));
     team.barrier();
     normed = norm_rows(team, layer.after_norm, rows, b);
     gate(team, layer, normed, b, rows);
     team.barrier();
     const Linear& following = l + 1 < layers_.size() ? layers_[l + 1].query : head_;
-    add(team, layer.down, b.inner, rows, b, following.begin(team));
+    add(team, layer.down, b.inner, inner_stride_, rows, b, following.begin(team));
     team.barrier();
-    tap(team, pass, static_cast<int64_t>(l), b.hidden, features);
+    tap(team, pass, static_cast<int64_t>(l), b.hidden, s.width, features);
   }
   const bf16* normed = norm_rows(team, last_norm_, rows, b);
-  tap(team, pass, -1, normed, features);
+  tap(team, pass, -1, normed, normed_stride_, features);
   return normed;
 }
 
 const bf16* Decoder::norm_rows(const Team& team, const bf16* weight, int64_t rows, const Buffers& b) const {
   const int64_t width = shape_.width;
   const bool alone = rows <= kOwnRows;
-  bf16* to = alone ? b.normed + team.index * rows * width : b.normed;
+  bf16* to = alone ? b.normed + team.index * rows * normed_stride_ : b.normed;
   const auto [first, last] = alone ? std::pair<int64_t, int64_t>(0, rows) : team.share(rows);
   for (int64_t r = first; r < last; ++r)
-    kernels().rms_norm(b.hidden + r * width, weight, width, static_cast<float>(shape_.epsilon), to + r * width);
+    kernels().rms_norm(b.hidden + r * width, weight, width, static_cast<float>(shape_.epsilon),
+                       to + r * normed_stride_);
   if (!alone) team.barrier();
   return to;
 }
@@ -58,19 +59,19 @@ const bf16* Decoder::norm_rows(const Team& team, const bf16* weight, int64_t row
 // Queries and keys into buffers, values into the cache.
 void Decoder::project(const Team& team, const Pass& pass, const Layer& layer, size_t index, const bf16* normed,
              const Buffers& b) const {
-  const int64_t rows = pass.rows(), width = shape_.width, at_keys = layer.key.outputs;
+  const int64_t rows = pass.rows(), at_keys = layer.key.outputs;
   const auto into = [](bf16* out, int64_t stride) {
     return [=](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, out + r * stride + n);
     };
   };
   Quantised& room = b.rooms[team.index];
-  if (layer.query.rounds()) room.take(layer.query, normed, width, rows);
-  multiply_taken(team, layer.query, normed, width, rows, into(b.query, layer.query.outputs), &room, 0,
+  if (layer.query.rounds()) room.take(layer.query, normed, normed_stride_, rows);
+  multiply_taken(team, layer.query, normed, normed_stride_, rows, into(b.query, layer.query.outputs), &room, 0,
                  layer.key.begin(team));
-  multiply_taken(team, layer.key, normed, width, rows, into(b.key, at_keys), &room, 0, layer.value.begin(team));
+  multiply_taken(team, layer.key, normed, normed_stride_, rows, into(b.key, at_keys), &room, 0, layer.value.begin(team));
   bf16* values = pass.values[index];
-  multiply_taken(team, layer.value, normed, width, rows,
+  multiply_taken(team, layer.value, normed, normed_stride_, rows,
                  [&](int64_t r, int64_t n, int64_t count, const float* results) {
                    kernels().narrow_row(results, count, values + pass.slot(r) * at_keys + n);
                  }, &room, 0, layer.out.begin(team));
@@ -141,13 +142,13 @@ void Decoder::attend_some(const Team& team, const Pass& pass, const Layer& layer
   kernels().attend(task);
   for (int64_t n = 0; n < task.nodes; ++n)
     kernels().narrow_row(out + n * groups * s.head_width, groups * s.head_width,
-                         b.mixed + ((r + n) * s.heads + head * groups) * s.head_width);
+                         b.mixed + (r + n) * mixed_stride_ + head * groups * s.head_width);
 }
 
-void Decoder::add(const Team& team, const Linear& layer, const bf16* from, int64_t rows, const Buffers& b,
-         const void* ahead) const {
+void Decoder::add(const Team& team, const Linear& layer, const bf16* from, int64_t stride, int64_t rows,
+                  const Buffers& b, const void* ahead) const {
   const int64_t width = shape_.width;
-  multiply(team, layer, from, layer.inputs, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
+  multiply(team, layer, from, stride, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
     kernels().add_row(values, count, b.hidden + r * width + n);
   }, b.rooms[team.index], ahead);
 }
@@ -155,11 +156,11 @@ void Decoder::add(const Team& team, const Linear& layer, const bf16* from, int64
 // The two products of the gated feed-forward, stretch by stretch, so that their results never leave the cache.
 void Decoder::gate(const Team& team, const Layer& layer, const bf16* normed, const Buffers& b, int64_t rows) const {
   alignas(64) float gates[kChunkRows * kChunk];
-  const int64_t inner = shape_.inner, width = shape_.width;
+  const int64_t stride = normed_stride_, inner = inner_stride_;
   const auto [from, to] = team.share(layer.gate.panels);
   Quantised& room = b.rooms[team.index];
-  if (layer.gate.rounds()) room.take(layer.gate, normed, width, rows);
-  const int64_t many = near_rows(width);
+  if (layer.gate.rounds()) room.take(layer.gate, normed, stride, rows);
+  const int64_t many = near_rows(shape_.width);
   for (int64_t group = 0; group < rows; group += many)
     for (int64_t panel = from; panel < to; panel += kChunkPanels) {
       const int64_t panels = std::min(kChunkPanels, to - panel);
@@ -168,30 +169,31 @@ void Decoder::gate(const Team& team, const Layer& layer, const bf16* normed, con
       else if (group + many < rows) following = layer.gate.panel(from);
       for (int64_t row = group; row < std::min(group + many, rows); row += kChunkRows) {
         const int64_t some = std::min(kChunkRows, rows - row);
-        const bf16* x = normed + row * width;
+        const bf16* x = normed + row * stride;
         const Team alone{0, 1, nullptr};
-        multiply_taken(alone, layer.gate.stretch(panel, panels), x, width, some,
+        multiply_taken(alone, layer.gate.stretch(panel, panels), x, stride, some,
                        [&](int64_t r, int64_t n, int64_t count, const float* values) {
                          std::copy_n(values, count, gates + r * kChunk + n);
                        },
-                       &room, row, layer.up.panel(panel));
+                       &room, row, row == group ? layer.up.panel(panel) : nullptr);
         bf16* mixed = b.inner + row * inner + panel * kPanel;
-        multiply_taken(alone, layer.up.stretch(panel, panels), x, width, some,
+        multiply_taken(alone, layer.up.stretch(panel, panels), x, stride, some,
                        [&](int64_t r, int64_t n, int64_t count, const float* values) {
                          kernels().silu_times(gates + r * kChunk + n, values, count, mixed + r * inner + n);
                        },
-                       &room, row, following);
+                       &room, row, row == group ? following : nullptr);
       }
     }
 }
 
-void Decoder::tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, bf16* features) const {
+void Decoder::tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, int64_t stride,
+                  bf16* features) const {
   const int64_t width = shape_.width, taps = static_cast<int64_t>(pass.taps.size());
   const auto [first, last] = team.share(pass.rows());
   for (int64_t t = 0; t < taps; ++t)
     if (pass.taps[t] == which)
       for (int64_t r = first; r < last; ++r)
-        std::copy_n(states + r * width, width, features + (pass.line(r) * taps + t) * width);
+        std::copy_n(states + r * stride, width, features + (pass.line(r) * taps + t) * width);
 }
 
 // Logits of the nodes that are wanted: all, or some columns of every row, gathered so that the head is read once.
@@ -202,11 +204,11 @@ void Decoder::score(const Team& team, const Pass& pass, const bf16* normed, cons
   if (pass.some_columns) {
     const auto [first, last] = team.share(rows);
     for (int64_t i = first; i < last; ++i)
-      std::copy_n(normed + pass.wanted[i].first * width, width, b.wanted + i * width);
+      std::copy_n(normed + pass.wanted[i].first * normed_stride_, width, b.wanted + i * normed_stride_);
     team.barrier();
     states = b.wanted;
   }
-  multiply(team, head_, states, width, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
+  multiply(team, head_, states, normed_stride_, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
     const int64_t line = pass.some_columns ? pass.wanted[r].second : pass.line(r);
     kernels().narrow_row(values, count, logits + line * vocabulary + n);
   }, b.rooms[team.index], layers_.front().query.begin(team));

@@ -48,7 +48,7 @@ Tensor experts(const Tensor& hidden, const Tensor& index, const Tensor& weights,
   Tensor out = full<bf16>({rows, width}, 0);
   const bf16* from = bits(hidden);
   bf16* to = mutable_bits(out);
-  std::vector<bf16> gathered(rows * width), gates(rows * 2 * inner), mixed(rows * inner);
+  Lined<bf16> gathered(rows * width), gates(rows * 2 * inner), mixed(rows * inner);
   const int64_t threads = get_num_threads();
   std::vector<float> wider(threads * 2 * inner);
   std::vector<Quantised> rooms(threads);

@@ -143,9 +143,9 @@ class FeatureLayer : public Object {
 
   void reserve(int64_t threads) {
     const int64_t rows = static_cast<int64_t>(entries_.size()), batch = growth_.batch();
-    for (std::vector<bf16>* wide : {&fused_, &residual_}) wide->resize(rows * width_);
+    for (Lined<bf16>* wide : {&fused_, &residual_}) wide->resize(rows * width_);
     joined_.resize(rows * 2 * width_), turned_.resize(rows * project_.outputs);
-    for (std::vector<bf16>* few : {&states_, &normal_}) few->resize(batch * width_);
+    for (Lined<bf16>* few : {&states_, &normal_}) few->resize(batch * width_);
     mixed_.resize(batch * heads_ * head_width_), gated_.resize(batch * 2 * inner_), inside_.resize(batch * inner_);
     angles_.resize(threads * head_width_);
     scratch_.resize(threads * scratch_size());
@@ -294,7 +294,7 @@ class FeatureLayer : public Object {
   std::vector<int64_t> slots_;  // of every row, in the memory
   int64_t capacity_ = 0, longest_ = 0;
   bf16 *keys_ = nullptr, *values_ = nullptr;
-  std::vector<bf16> tapped_, fused_, joined_, residual_, turned_, states_, normal_, mixed_, inside_;
+  Lined<bf16> tapped_, fused_, joined_, residual_, turned_, states_, normal_, mixed_, inside_;
   std::vector<float> gated_, angles_, scratch_;
   std::vector<Quantised> rooms_;
 };

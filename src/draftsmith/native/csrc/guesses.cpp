@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor> Decoder::guess(const Tensor& roots, const Tensor& cac
   BestTwo found(get_num_threads(), batch);
   const auto choose = [&](const Team& team, int64_t, const bf16* states, Quantised& room, Chosen* chosen) {
     found.begin(team);
-    multiply(team, head_, states, shape_.width, batch,
+    multiply(team, head_, states, normed_stride_, batch,
              [&](int64_t r, int64_t n, int64_t count, const float* scores) {
                float rounded[kChunk];
                const float most = kernels().round_row(scores, count, rounded);
@@ -163,7 +163,7 @@ std::tuple<Tensor, Tensor, Tensor> Decoder::draw(
     float* mine = highest.data() + team.index * batch;
     std::fill_n(mine, batch, kNothing.score);
     found.begin(team);
-    multiply(team, head_, states, shape_.width, batch,
+    multiply(team, head_, states, normed_stride_, batch,
              [&](int64_t r, int64_t n, int64_t count, const float* scores) {
                float* rounded = shares(r).q + n;
                const float most = kernels().round_row(scores, count, rounded);

@@ -98,8 +98,8 @@ class Heads : public Object {
     // All memory comes before the threads: nothing in a team may throw. Rows are of even length, zero behind an odd
     // one: the kernels read two inputs at a time.
     const int64_t widest = growth_.widest();
-    for (std::vector<bf16>& carry : carries_) carry.resize(widest * even(carry_width_));
-    for (std::vector<bf16>& inner : inner_) inner.assign(widest * even(inner_width_), 0);
+    for (Lined<bf16>& carry : carries_) carry.resize(widest * even(carry_width_));
+    for (Lined<bf16>& inner : inner_) inner.assign(widest * even(inner_width_), 0);
     if (reads_ == kRecurrent) read_.assign(widest * even(features_), 0), cells_.assign(widest * even(features_), 0);
     rooms_.resize(threads);
     for (Quantised& room : rooms_) room.reserve(widest, most_inputs_);
@@ -245,7 +245,7 @@ class Heads : public Object {
   std::vector<Head> heads_;
   std::vector<float> ones_ = std::vector<float>(kChunk, 1.0f);
   std::mutex busy_;  // what follows serves one draft at a time
-  std::vector<bf16> carries_[2], inner_[2], read_, cells_;
+  Lined<bf16> carries_[2], inner_[2], read_, cells_;
   std::vector<Quantised> rooms_;
 };
 

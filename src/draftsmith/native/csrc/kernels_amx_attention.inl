@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kSegment = 256;  // places whose values are packed at a time
 constexpr int64_t kFewQueries = 4;  // below which scores are moved one by one
+constexpr int64_t kManyQueries = 32;  // above which keys are packed, and scores need not be moved
 constexpr int64_t kFetched = 64;  // entries that are asked for together, and lie in one block
 static_assert(kFetched == kBlockEntries && kBlockEntries % kBlock == 0, "tiles are cut where blocks end");
 constexpr int64_t kStride = kSegment + 32;  // of rows of probabilities, so that they do not meet in one set of the cache
@@ -17,11 +18,11 @@ inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / t
 
 // How many floats the parts of the scratch of a task take.
 struct Parts {
-  int64_t queries, keys, scores, rows, probabilities, values, sums, nothing;
+  int64_t packed, lines, scores, rows, probabilities, values, sums, nothing;
 
   Parts(int64_t most_queries, int64_t places, int64_t width, int64_t value_width)
-      : queries(round_up(most_queries, kPanel) * round_up(width, 2) / 2),
-        keys(kPanel * round_up(width, 2) / 2),
+      : packed(most(round_up(most_queries, kPanel), kFetched) * round_up(width, 2) / 2),
+        lines(most(most_queries, kPanel) * line_stride(width) / 2),
         scores(round_up(places, kBlock) * round_up(most_queries, kPanel)),
         rows(most_queries * row_stride(places)),
         probabilities(most_queries * kStride),  // two rows of bf16 for every query
@@ -29,8 +30,9 @@ struct Parts {
         sums(2 * most_queries * round_up(value_width, kPanel)),
         nothing(round_up(value_width, kPanel)) {}
 
+  static int64_t line_stride(int64_t width) { return (round_up(width, kPanel) / kPanel | 1) * kPanel; }
   static int64_t row_stride(int64_t places) { return round_up(places, kBlock) + kPanel; }
-  int64_t all() const { return queries + keys + scores + rows + probabilities + values + sums + nothing + kPanel; }
+  int64_t all() const { return packed + lines + scores + rows + probabilities + values + sums + nothing + kPanel; }
 };
 
 int64_t room_on_tiles(int64_t queries, int64_t places, int64_t width, int64_t value_width) {
@@ -46,8 +48,8 @@ class Attention {
     row_stride_ = Parts::row_stride(places);
     // Every part begins at a line of the cache.
     float* at = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(t.scratch) + 63) / 64 * 64);
-    packed_queries_ = reinterpret_cast<bf16*>(at), at += parts.queries;
-    keys_ = reinterpret_cast<bf16*>(at), at += parts.keys;
+    packed_ = reinterpret_cast<bf16*>(at), at += parts.packed;
+    lines_ = reinterpret_cast<bf16*>(at), at += parts.lines;
     scores_ = at, at += parts.scores;
     rows_ = at, at += parts.rows;
     probabilities_ = reinterpret_cast<bf16*>(at), at += parts.probabilities;
@@ -90,29 +92,63 @@ class Attention {
   int64_t last(int64_t q) const { return t.last[t.node(query_ + q)]; }
   float* row(int64_t q) const { return rows_ + q * row_stride_ - low_; }  // by places
 
-  // Scaled products of all keys with all queries, a row for each query.
+  // Products of all keys with all queries, a row for each query; `factor_` is what is still to be multiplied. The bits are
+  // the same whichever of the two is packed.
   void score() {
+    if (count_ > kManyQueries && t.paths == nullptr && t.width % 2 == 0)
+      score_rows();
+    else
+      score_lines();
+  }
+
+  // The queries as rows, by keys that are packed on the way: products come out as they are needed.
+  void score_rows() {
+    const int64_t pairs = t.width / 2, stride = Parts::line_stride(t.width);
+    factor_ = t.scale;
+    for (int64_t q = 0; q < count_; ++q)
+      __builtin_memcpy(lines_ + q * stride, t.query(query_ + q), static_cast<uint64_t>(t.width) * sizeof(bf16));
+    for (int64_t e = low_, next = 0; e < end_; e = next) {
+      next = least((e / kFetched + 1) * kFetched, end_);
+      if (next < end_) fetch(t.key(next), t.key_stride, t.width, least(kFetched, end_ - next));
+      int64_t panels = 0;
+      for (int64_t k = e; k < next; k += kPanel, ++panels) {
+        bf16* panel = packed_ + panels * pairs * 2 * kPanel;
+        if (k + kPanel <= next) {
+          interleave_(t.key(k), t.key_stride, pairs, panel);
+          continue;
+        }
+        __builtin_memset(panel, 0, static_cast<uint64_t>(pairs * 2 * kPanel) * sizeof(bf16));
+        for (int64_t l = 0; k + l < next; ++l)
+          for (int64_t d = 0; d < t.width; ++d) panel[d / 2 * 2 * kPanel + 2 * l + d % 2] = t.key(k + l)[d];
+      }
+      gemm(lines_, stride, count_, packed_, pairs, panels, nullptr, rows_ + (e - low_), row_stride_);
+    }
+  }
+
+  // The keys as rows, straight from the cache, by packed queries.
+  void score_lines() {
+    factor_ = 1.0f;
     const int64_t pairs = (t.width + 1) / 2, stride = 2 * pairs, groups = (count_ + kPanel - 1) / kPanel;
     const int64_t wide = groups * kPanel, bytes = t.width * static_cast<int64_t>(sizeof(bf16));
     for (int64_t g = 0; g < groups; ++g) {
-      __builtin_memset(keys_, 0, static_cast<uint64_t>(kPanel * stride) * sizeof(bf16));
+      __builtin_memset(lines_, 0, static_cast<uint64_t>(kPanel * stride) * sizeof(bf16));
       for (int64_t l = 0; l < kPanel && g * kPanel + l < count_; ++l)
-        __builtin_memcpy(keys_ + l * stride, t.query(query_ + g * kPanel + l), static_cast<uint64_t>(bytes));
-      interleave_(keys_, stride, pairs, packed_queries_ + g * pairs * 2 * kPanel);
+        __builtin_memcpy(lines_ + l * stride, t.query(query_ + g * kPanel + l), static_cast<uint64_t>(bytes));
+      interleave_(lines_, stride, pairs, packed_ + g * pairs * 2 * kPanel);
     }
     const int64_t entries = t.paths == nullptr ? end_ : t.entries;
     if (t.width % 2 == 0) {
       for (int64_t e = low_, next = 0; e < entries; e = next) {
         next = least((e / kFetched + 1) * kFetched, entries);
         if (next < entries) fetch(t.key(next), t.key_stride, t.width, least(kFetched, entries - next));
-        gemm(t.key(e), t.key_stride, next - e, packed_queries_, pairs, groups, nullptr, scores_ + (e - low_) * wide,
+        gemm(t.key(e), t.key_stride, next - e, packed_, pairs, groups, nullptr, scores_ + (e - low_) * wide,
              wide);
       }
     } else {  // the last pair would reach beside the key
-      keys_[t.width] = 0;
+      lines_[t.width] = 0;
       for (int64_t e = low_; e < entries; ++e) {
-        __builtin_memcpy(keys_, t.key(e), static_cast<uint64_t>(bytes));
-        gemm(keys_, stride, 1, packed_queries_, pairs, groups, nullptr, scores_ + (e - low_) * wide, wide);
+        __builtin_memcpy(lines_, t.key(e), static_cast<uint64_t>(bytes));
+        gemm(lines_, stride, 1, packed_, pairs, groups, nullptr, scores_ + (e - low_) * wide, wide);
       }
     }
     const int64_t same = t.paths == nullptr ? end_ : least(t.shared, end_);
@@ -146,7 +182,7 @@ class Attention {
     }
   }
 
-  // The largest score that a query sees.
+  // The largest score that a query sees, in full.
   float highest(int64_t q) const {
     const float* mine = row(q);
     Lanes most_yet = Lanes{} + mine[first(q)];
@@ -155,7 +191,7 @@ class Attention {
     float found = most_yet[0];
     for (int l = 1; l < kPanel; ++l) found = most_yet[l] > found ? most_yet[l] : found;
     for (; p < last(q); ++p) found = mine[p] > found ? mine[p] : found;
-    return found;
+    return found * factor_;
   }
 
   // The probabilities of a query at some places, not yet divided by their sum, as two rows of bf16: the upper half of the
@@ -167,7 +203,7 @@ class Attention {
     const int64_t begin = first(q), end = last(q);
     Lanes total = totals_[q];
     for (int64_t p = from; p < to; p += kPanel) {
-      Lanes probability = exponential(lanes_at(mine + p) - highest_[q]);
+      Lanes probability = exponential(lanes_at(mine + p) * factor_ - highest_[q]);
       if (p < begin || p + kPanel > end) {
         const Words place = index + static_cast<uint32_t>(p - begin);
         probability = choose(place < static_cast<uint32_t>(end - begin), probability, Lanes{});
@@ -234,10 +270,11 @@ class Attention {
   void (*interleave_)(const bf16*, int64_t, int64_t, bf16*);  // of the instruction set below this one
   int64_t low_;                              // where the first block of places begins
   int64_t row_stride_ = 0;
+  float factor_ = 1.0f;
   int64_t query_ = 0, count_ = 0;
   int64_t common_from_ = 0, common_to_ = 0;  // every query sees the places between
   int64_t end_ = 0, stop_ = 0;               // none sees a place from `end` on; whole blocks until `stop`
-  bf16 *packed_queries_, *keys_, *probabilities_, *values_, *nothing_;
+  bf16 *packed_, *lines_, *probabilities_, *values_, *nothing_;
   float *scores_, *rows_, *sums_;
   float highest_[kMostQueries];  // score of every query
   Lanes totals_[kMostQueries];   // of its probabilities

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <new>
 #include <vector>
 
 #include "kernels.h"
@@ -12,6 +13,21 @@
 #include "pytorch.h"
 
 namespace draftsmith {
+
+// A vector that begins at a line of the cache. Rows that do not are read in two halves, at half the speed.
+template <class T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  LineAllocator() = default;
+  template <class U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kLine)); }
+  void deallocate(T* memory, size_t) { ::operator delete(memory, kLine); }
+  bool operator==(const LineAllocator&) const { return true; }
+};
+template <class T>
+using Lined = std::vector<T, LineAllocator<T>>;
 
 inline const bf16* bits(const Tensor& tensor) { return tensor.const_data_ptr<bf16>(); }
 inline bf16* mutable_bits(const Tensor& tensor) { return tensor.mutable_data_ptr<bf16>(); }
@@ -108,7 +124,7 @@ constexpr int64_t kChunkRows = 64;
 // minus its sum each. What has NaN or infinity has the scale NaN.
 // Every thread has its own, with its memory reserved before the threads start: nothing in a team may throw.
 struct Quantised {
-  std::vector<int8_t> values;
+  Lined<int8_t> values;
   std::vector<float> scales;
   std::vector<int32_t> minus;
 
@@ -122,6 +138,13 @@ struct Quantised {
 inline int64_t near_rows(int64_t inputs) {
   constexpr int64_t kBytes = 1 << 20;
   return std::max<int64_t>(1, kBytes / (inputs * 2 * kChunkRows)) * kChunkRows;
+}
+
+// How far apart rows of so many values begin: an odd number of lines of the cache, so that what lies below each other
+// falls into different sets of it. AMX multiplies rows of 768 values in 0.75 of the time then.
+inline int64_t apart(int64_t width) {
+  constexpr int64_t kLine = 32;
+  return ((width + kLine - 1) / kLine | 1) * kLine;
 }
 
 // Multiplies rows of x by this thread's share of the panels, and hands stretches of the result to
@@ -143,6 +166,7 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
       if (ahead != nullptr && panel + panels == to && group + many < rows) next = layer.panel(from);
       for (int64_t row = group; row < std::min(group + many, rows); row += kChunkRows) {
         const int64_t some = std::min(kChunkRows, rows - row);
+        if (row > group) next = nullptr;  // these weights are near now, and the first rows have fetched what comes next
         if (!layer.rounds()) {
           kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, next, results,
                          kChunk);

@@ -148,7 +148,7 @@ class Speculator : public Object {
   bool scale_input_;
   std::vector<Stage> stages_;
   std::mutex busy_;  // what follows serves one draft at a time
-  std::vector<bf16> inputs_, projected_, states_;
+  Lined<bf16> inputs_, projected_, states_;
   std::vector<float> mixed_;
   std::vector<Quantised> rooms_;
 };
