@@ -22,14 +22,17 @@ struct Parts {
 
   Parts(int64_t most_queries, int64_t places, int64_t width, int64_t value_width)
       : packed(most(round_up(most_queries, kPanel), kFetched) * round_up(width, 2) / 2),
-        lines(most(most_queries, kPanel) * line_stride(width) / 2),
+        lines(room_for(most_queries) * line_stride(width) / 2),
         scores(round_up(places, kBlock) * round_up(most_queries, kPanel)),
-        rows(most_queries * row_stride(places)),
-        probabilities(most_queries * kStride),  // two rows of bf16 for every query
+        rows(room_for(most_queries) * row_stride(places)),
+        probabilities(room_for(most_queries) * kStride),  // two rows of bf16 for every query
         values(round_up(value_width, kPanel) * kSegment / 2),
-        sums(2 * most_queries * round_up(value_width, kPanel)),
+        sums(2 * room_for(most_queries) * round_up(value_width, kPanel)),
         nothing(round_up(value_width, kPanel)) {}
 
+  // Tiles take long to be shaped anew, so many queries are multiplied in whole blocks; nobody sees what comes out for the
+  // rows behind the last.
+  static int64_t room_for(int64_t queries) { return round_up(queries, queries > kManyQueries ? kBlock : kPanel); }
   static int64_t line_stride(int64_t width) { return (round_up(width, kPanel) / kPanel | 1) * kPanel; }
   static int64_t row_stride(int64_t places) { return round_up(places, kBlock) + kPanel; }
   int64_t all() const { return packed + lines + scores + rows + probabilities + values + sums + nothing + kPanel; }
@@ -121,7 +124,7 @@ class Attention {
         for (int64_t l = 0; k + l < next; ++l)
           for (int64_t d = 0; d < t.width; ++d) panel[d / 2 * 2 * kPanel + 2 * l + d % 2] = t.key(k + l)[d];
       }
-      gemm(lines_, stride, count_, packed_, pairs, panels, nullptr, rows_ + (e - low_), row_stride_);
+      gemm(lines_, stride, Parts::room_for(count_), packed_, pairs, panels, nullptr, rows_ + (e - low_), row_stride_);
     }
   }
 
@@ -240,10 +243,11 @@ class Attention {
       zip(two[0], two[1], values_ + k * 2 * kPanel, pairs * 2 * kPanel);
     }
     float* sums = sums_ + 2 * query * wide;
+    const int64_t rows = 2 * (count == count_ && count > kManyQueries ? Parts::room_for(count) : count);
     Product<false>{reinterpret_cast<const char*>(probabilities_ + 2 * query * kStride + from - segment),
                    reinterpret_cast<const char*>(values_), reinterpret_cast<char*>(sums), 2 * kStride, 4 * wide, pairs,
                    true}
-        .run(2 * count, panels, nullptr);
+        .run(rows, panels, nullptr);
   }
 
   // As `mix`, node by node.
