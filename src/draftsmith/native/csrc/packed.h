@@ -141,7 +141,7 @@ inline int64_t near_rows(int64_t inputs) {
 }
 
 // How far apart rows of so many values begin: an odd number of lines of the cache, so that what lies below each other
-// falls into different sets of it. AMX multiplies rows of 768 values in 0.75 of the time then.
+// falls into different sets of it. Rows of a tile would wait for each other.
 inline int64_t apart(int64_t width) {
   constexpr int64_t kLine = 32;
   return ((width + kLine - 1) / kLine | 1) * kLine;
