@@ -187,6 +187,13 @@ static inline bf16 narrow(float x) {
   return static_cast<bf16>((x == x ? rounded : (value.u | 0x400000u)) >> 16);
 }
 
+// How far apart rows of so many bf16 values begin: an odd number of lines of the cache, so that what lies below each other
+// falls into different sets of it. Rows of a tile would wait for each other.
+static inline int64_t apart(int64_t width) {
+  constexpr int64_t kLine = 32;
+  return ((width + kLine - 1) / kLine | 1) * kLine;
+}
+
 static inline float through_bf16(float x) { return widen(narrow(x)); }
 
 }  // namespace draftsmith

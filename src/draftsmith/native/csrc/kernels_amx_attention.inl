@@ -22,7 +22,7 @@ struct Parts {
 
   Parts(int64_t most_queries, int64_t places, int64_t width, int64_t value_width)
       : packed(most(round_up(most_queries, kPanel), kFetched) * round_up(width, 2) / 2),
-        lines(room_for(most_queries) * line_stride(width) / 2),
+        lines(room_for(most_queries) * apart(width) / 2),
         scores(round_up(places, kBlock) * round_up(most_queries, kPanel)),
         rows(room_for(most_queries) * row_stride(places)),
         probabilities(room_for(most_queries) * kStride),  // two rows of bf16 for every query
@@ -33,7 +33,6 @@ struct Parts {
   // Tiles take long to be shaped anew, so many queries are multiplied in whole blocks; nobody sees what comes out for the
   // rows behind the last.
   static int64_t room_for(int64_t queries) { return round_up(queries, queries > kManyQueries ? kBlock : kPanel); }
-  static int64_t line_stride(int64_t width) { return (round_up(width, kPanel) / kPanel | 1) * kPanel; }
   static int64_t row_stride(int64_t places) { return round_up(places, kBlock) + kPanel; }
   int64_t all() const { return packed + lines + scores + rows + probabilities + values + sums + nothing + kPanel; }
 };
@@ -106,7 +105,7 @@ class Attention {
 
   // The queries as rows, by keys that are packed on the way: products come out as they are needed.
   void score_rows() {
-    const int64_t pairs = t.width / 2, stride = Parts::line_stride(t.width);
+    const int64_t pairs = t.width / 2, stride = apart(t.width);
     factor_ = t.scale;
     for (int64_t q = 0; q < count_; ++q)
       __builtin_memcpy(lines_ + q * stride, t.query(query_ + q), static_cast<uint64_t>(t.width) * sizeof(bf16));
@@ -274,7 +273,7 @@ class Attention {
   void (*interleave_)(const bf16*, int64_t, int64_t, bf16*);  // of the instruction set below this one
   int64_t low_;                              // where the first block of places begins
   int64_t row_stride_ = 0;
-  float factor_ = 1.0f;
+  float factor_ = 1.0f;                      // scores are what rows hold times this
   int64_t query_ = 0, count_ = 0;
   int64_t common_from_ = 0, common_to_ = 0;  // every query sees the places between
   int64_t end_ = 0, stop_ = 0;               // none sees a place from `end` on; whole blocks until `stop`

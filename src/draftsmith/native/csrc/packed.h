@@ -140,13 +140,6 @@ inline int64_t near_rows(int64_t inputs) {
   return std::max<int64_t>(1, kBytes / (inputs * 2 * kChunkRows)) * kChunkRows;
 }
 
-// How far apart rows of so many values begin: an odd number of lines of the cache, so that what lies below each other
-// falls into different sets of it. Rows of a tile would wait for each other.
-inline int64_t apart(int64_t width) {
-  constexpr int64_t kLine = 32;
-  return ((width + kLine - 1) / kLine | 1) * kLine;
-}
-
 // Multiplies rows of x by this thread's share of the panels, and hands stretches of the result to
 // store(row, first output, count, values); results carry the bias. A layer that rounds reads the rows from `taken`,
 // from its row `taken_row` on, in the place of x. `ahead` is as in kernels.h.
