@@ -20,6 +20,7 @@ class Apart:
 
     def __init__(self) -> None:
         self._latest = deque[Evidence](maxlen=LATEST)
+        self._deviation: float | None = None  # of these, once it was asked for
 
     def note(self, own: Evidence, usual: Usual, kept: Sequence[float]) -> None:
         """Take in what is known of the guesser in a text by now, in place of what was known before.
@@ -28,6 +29,7 @@ class Apart:
             usual: what was expected of it.
             kept: how many guesses stay at each of the `ODDS`, with the plan that it drafts by.
         """
+        self._deviation = None
         expected = min(bisect_left(kept, usual.stayed * kept[USUAL]), len(kept) - 1)
         if not own.known:
             self._latest.append(own)
@@ -40,11 +42,13 @@ class Apart:
 
         What is known of a text is drawn towards the usual, by as much as is not known of it.
         """
-        squares, texts = COUNTS * USUALLY**2, COUNTS
-        for own in self._latest:
-            squares += own.apart**2
-            texts += own.known**2
-        return math.sqrt(squares / texts)
+        if self._deviation is None:
+            squares, texts = COUNTS * USUALLY**2, COUNTS
+            for own in self._latest:
+                squares += own.apart**2
+                texts += own.known**2
+            self._deviation = math.sqrt(squares / texts)
+        return self._deviation
 
 
 def moved(odds: int, deviation: float) -> int:

@@ -44,6 +44,9 @@ class Closing:
 
     def __init__(self, expected: Expected, costs: StepCosts, pace: Pace, learnt: Learnt) -> None:
         self._expected, self._costs, self._pace, self._learnt = expected, costs, pace, learnt
+        # What `_each_brings` was asked last, and the answer: where nothing is drafted, nothing is learnt between texts.
+        self._asked: object = None
+        self._answer: list[list[float]] = []
 
     def brings(
         self, known: Sequence[RowEvidence], left: Sequence[float], brings: Sequence[float], times: Sequence[Times],
@@ -94,8 +97,12 @@ class Closing:
 
         Of a row of which much is known, less is left to turn out otherwise.
         """
-        order = sorted(range(len(known)), key=lambda at: known[at].stand)
         deviations = {sampled: self._learnt.deviations(sampled) for sampled in {row.sampled for row in known}}
+        stands = [row.stand for row in known]
+        asked = stands, [[own.unknown for own in row.evidence] for row in known], deviations
+        if asked == self._asked:
+            return self._answer
+        order = sorted(range(len(known)), key=stands.__getitem__)
         found: list[list[float]] = [[]] * len(known)
         for at, away in zip(order, _deviations(len(known)), strict=True):
             row = known[at]
@@ -104,6 +111,7 @@ class Closing:
                 for own, deviation in zip(row.evidence, deviations[row.sampled], strict=True)
             )
             found[at], _ = self._expected.of(Stand(guessers, row.sampled))
+        self._asked, self._answer = asked, found
         return found
 
 

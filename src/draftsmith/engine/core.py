@@ -112,6 +112,8 @@ class EngineCore:
         self._inboxes: dict[int, deque[Progress]] = {}
         # Whether the drafters were attached since the core last had no requests.
         self._attached = False
+        # The largest plan of every worker under the policy; empty until it is needed.
+        self._policy_plans: list[Plan] = []
         if PREDICTED in self.drafters:
             raise DraftsmithError(f"a drafter is named {PREDICTED!r}, which stands for predictions; name it otherwise.")
         for choice in policy.choices:
@@ -142,7 +144,7 @@ class EngineCore:
         self._attached &= self.scheduler.has_work
         if not (self._attached or request.never_drafts):
             # Requests that join this one before all have ended may draft as the policy says.
-            self._attach([*choices, *self.policy.choices])
+            self._attach(None if request.plan is None else choices[0])
         request.id = next(self._ids)
         self._requests[request.id] = request
         if inbox is not None:
@@ -177,7 +179,7 @@ class EngineCore:
         try:
             progress = [self._expire(request) for request in self.scheduler.overdue()]
             begun = time.perf_counter()
-            if not self._groups.are_settled:
+            if not self._groups.stand(bool(self.scheduler.reading)):
                 self._groups.settle(list(self.scheduler.decoding.values()), self.scheduler.load())
             if self._groups.rows:
                 progress += self._decode(time.perf_counter() - begun)
@@ -395,9 +397,12 @@ class EngineCore:
         self._groups.clear()
         self._clock = Clock(self.target.device)
 
-    def _attach(self, choices: Sequence[Choice]) -> None:
-        """Attach the drafters to this core's cache while they have no rows in it; they may have served another core."""
-        first = next(iter(self.drafters))
+    def _attach(self, asked: Choice | None) -> None:
+        """Attach the drafters to this core's cache while they have no rows in it; they may have served another core.
+
+        Args:
+            asked: what the first request wants to draft; None leaves it to the policy.
+        """
         remember = [one for one in self._workers if one.reads_prompt or one.borrows_layers or one.observes]
         for drafter in remember:
             owner = drafter.owner() if drafter.owner is not None else None
@@ -406,16 +411,24 @@ class EngineCore:
                     "this drafter is drafting for another engine, and it remembers that one's rows; finish or close "
                     "what runs there, or load the drafter once more."
                 )
-        for drafter in self._workers:
-            plans = [
-                choice.plan for choice in choices if drafter in workers([self.drafters[choice.drafter or first]])
-            ]
-            # A request that is added while rows run may name any drafter, also one that the policy never lets draft.
-            if not any(plan.depth for plan in plans):
-                plans = [drafter.default_plan(), *(choice.plan for choice in self.policy.choices)]
-            if drafter.max_depth is not None:
-                plans = [plan.shortened(drafter.max_depth) for plan in plans]
-            drafter.attach(self.cache, max(plans, key=lambda plan: plan.max_nodes))
+        if not self._policy_plans:
+            self._policy_plans = [self._largest_plan(drafter, self.policy.choices) for drafter in self._workers]
+        plans = self._policy_plans
+        if asked is not None:
+            plans = [self._largest_plan(drafter, [asked, *self.policy.choices]) for drafter in self._workers]
+        for drafter, plan in zip(self._workers, plans, strict=True):
+            drafter.attach(self.cache, plan)
         for drafter in remember:
             drafter.owner = weakref.ref(self)
         self._attached = True
+
+    def _largest_plan(self, drafter: Drafter, choices: Sequence[Choice]) -> Plan:
+        """Return the largest plan that a worker may be given."""
+        first = self.stepper.first
+        plans = [choice.plan for choice in choices if drafter in workers([self.drafters[choice.drafter or first]])]
+        # A request that is added while rows run may name any drafter, also one that the policy never lets draft.
+        if not any(plan.depth for plan in plans):
+            plans = [drafter.default_plan(), *(choice.plan for choice in self.policy.choices)]
+        if drafter.max_depth is not None:
+            plans = [plan.shortened(drafter.max_depth) for plan in plans]
+        return max(plans, key=lambda plan: plan.max_nodes)

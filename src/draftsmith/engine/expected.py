@@ -41,6 +41,9 @@ class Expected:
         ]
         # Of one guesser, because in most steps little is learnt about the others; and whether tokens are drawn.
         self._stands: dict[tuple[int, OneStand, OneStand, bool], tuple[list[float], list[Times]]] = {}
+        # Of what rows `average` was asked last, and the answer: mostly nothing was learnt since.
+        self._asked: list[Stand] = []
+        self._average: tuple[list[float], list[Times]] = [], []
 
     def of(self, stand: Stand) -> tuple[list[float], list[Times]]:
         """Return the tokens a step that each plan brings in such a text, and its guesses relative to those measured.
@@ -82,6 +85,11 @@ class Expected:
         """Return the same, on average over these rows."""
         if len(stands) == 1:
             return self.of(stands[0])
+        if stands != self._asked:
+            self._asked, self._average = list(stands), self._mean(stands)
+        return self._average
+
+    def _mean(self, stands: Sequence[Stand]) -> tuple[list[float], list[Times]]:
         (stand, most), *others = Counter(stands).items()
         brings, times = self.of(stand)
         if others:

@@ -30,6 +30,7 @@ class Explaining:
         self._costs, self._expected = costs, expected
         self._of = {number: [at for at, own in enumerate(whose) if own == number] for number in set(whose)}
         self._most_gains: dict[int, float] = {}  # by the number of rows, see `_most_gain`
+        self._gain_at_last: tuple[Costs, float] | None = None  # costs that it was found for last, and what it was
 
     def reason(
         self, row: RowEvidence, values: Sequence[float], price: float, seconds: Sequence[float], count: int,
@@ -52,7 +53,7 @@ class Explaining:
             kind = "probing" if row.trying else "pays"
         elif self._most_gain_of(count) <= patience:
             kind = "batch_too_large"
-        elif self._most_gain(self._costs.of(count, tokens)) <= patience:
+        elif self._most_gain_at(self._costs.of(count, tokens)) <= patience:
             kind = "text_too_long"
         own = row.evidence[self._whose[at]]
         first = row.evidence[self._told[at][0]]  # the lookup, if `own` guesses behind one
@@ -71,6 +72,12 @@ class Explaining:
         if found is None:
             found = self._most_gains[count] = self._most_gain(self._costs.of(count))
         return found
+
+    def _most_gain_at(self, costs: Costs) -> float:
+        """Return `_most_gain`, which is remembered, because costs change only when texts have grown by many tokens."""
+        if self._gain_at_last is None or self._gain_at_last[0] is not costs:
+            self._gain_at_last = costs, self._most_gain(costs)
+        return self._gain_at_last[1]
 
     def _most_gain(self, costs: Costs) -> float:
         """Return how many times as fast as plain decoding the best plan would be if all guesses stayed."""

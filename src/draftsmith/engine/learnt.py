@@ -60,6 +60,8 @@ class Learnt:
         # Over all rows: greedy and sampled ones apart, since fewer guesses stay in sampled ones.
         self._common = {sampled: [no_evidence() for _ in guessers] for sampled in (False, True)}
         self._apart = {sampled: [Apart() for _ in guessers] for sampled in (False, True)}
+        # For every guesser, greedy and sampled: what was known of it when `_stand` was asked last, and the answer.
+        self._stands: dict[tuple[int, bool], tuple[Usual, OneStand]] = {}
 
     def deviations(self, sampled: bool) -> list[float]:
         """Return for every guesser how far apart texts are in how often its guesses stay, see `Apart`."""
@@ -107,17 +109,20 @@ class Learnt:
         for number, own in enumerate(row.evidence):
             if own.is_untried and row.usual[number] != usual[number]:
                 row.usual = [*row.usual[:number], usual[number], *row.usual[number + 1 :]]
-                own.odds, own.growth, own.length = self._stand(number, usual[number])
+                own.odds, own.growth, own.length = self._stand(number, usual[number], row.sampled)
 
-    def _stand(self, number: int, usual: Usual) -> OneStand:
+    def _stand(self, number: int, usual: Usual, sampled: bool) -> OneStand:
         """Return what is expected of a guesser in a text in which it was never tried."""
-        own = Evidence()
-        own.settle(usual, self._tables[number] or ODDS)
-        return own.stand
+        known = self._stands.get((number, sampled))
+        if known is None or known[0] != usual:
+            own = Evidence()
+            own.settle(usual, self._tables[number] or ODDS)
+            known = self._stands[number, sampled] = usual, own.stand
+        return known[1]
 
     def _begin(self, history: RowHistory, usual: list[Usual]) -> RowEvidence:
         """Return the evidence of a row that nothing is known of but what holds for all."""
-        evidence = [Evidence(*self._stand(number, one)) for number, one in enumerate(usual)]
+        evidence = [Evidence(*self._stand(number, one, history.sampled)) for number, one in enumerate(usual)]
         row = self._rows[history] = RowEvidence(
             evidence, len(history.accepted), sampled=history.sampled, usual=usual
         )

@@ -60,14 +60,11 @@ class Groups:
     def settle(self, running: Sequence[Request], load: Load) -> None:
         """Ask the policy about the rows that have no choice of their own, and group the rows that will draft alike.
 
-        If neither rows nor choices have changed, the groups stay as they are.
+        If neither rows nor choices have changed, the groups stay as they are. To be called unless they `stand`.
 
         Raises:
             DraftsmithError: the policy chose something that is not among its choices.
         """
-        if self._held and not self._changed and load.reading == 0:
-            self._held -= 1
-            return
         own = [request.choice for request in running]
         self._has_predictions = any(request.prediction is not None for request in running)
         if self._has_predictions:
@@ -103,10 +100,22 @@ class Groups:
         self.rows = [self._group(requests, choice) for (choice, _), requests in alike.items()]
         self._sources.clear()
 
-    @property
-    def are_settled(self) -> bool:
-        """Whether the groups stand without asking: the same rows, and a policy that has only one answer."""
-        return not self._changed and self._policy.is_fixed and not self._has_predictions
+    def stand(self, reading: bool) -> bool:
+        """Return whether the groups stand for another step without asking.
+
+        So it is for the same rows, as long as the policy's last answer holds, or if it has only one.
+
+        Args:
+            reading: whether prompts are being read.
+        """
+        if self._changed:
+            return False
+        if self._policy.is_fixed:
+            return not self._has_predictions
+        if not self._held or reading:
+            return False
+        self._held -= 1
+        return True
 
     def _predicted(self, request: Request) -> Choice | None:
         """Return the draft of a row that keeps to its prediction; None for others and for rows to decode plainly."""

@@ -92,13 +92,19 @@ class Stepper:
         self.drafters = {**drafters, PREDICTED: self.predictions}
         self.workers = workers(self.drafters.values())
         """The drafters that do the work for all of these, see `workers`."""
-        self._workers_of = {name: workers([drafter]) for name, drafter in self.drafters.items()}
         self.taps = union_of_taps(workers(drafters.values()))
         # A drafter that wants no states simply gets those of the others, which saves cutting them off.
         self._columns = {
             drafter: columns_of(drafter.taps, self.taps, target) if drafter.taps else None
             for drafter in (*self.drafters.values(), *self.workers)
         }
+        # Those with a memory; and for each drafter, those of them that do not work for it.
+        self._followers: dict[str | None, list[Drafter]] = {
+            None: [drafter for drafter in self.workers if drafter.reads_prompt]
+        }
+        for name, drafter in self.drafters.items():
+            own = workers([drafter])
+            self._followers[name] = [one for one in self._followers[None] if one not in own]
         self._runner = runner
         self._draft = {name: runner.drafting(drafter) for name, drafter in self.drafters.items()}
         self._lone_roots: dict[int, Layout] = {}
@@ -113,16 +119,13 @@ class Stepper:
 
     def follow(self, context: Context, besides: str | None) -> None:
         """Show what was committed to every drafter with a memory, except those that work for `besides`."""
-        told = () if besides is None else self._workers_of[besides]
-        for drafter in self.workers:
-            if drafter.reads_prompt and drafter not in told:
-                drafter.follow(self.context_for(drafter, context))
+        for drafter in self._followers[besides]:
+            drafter.follow(self.context_for(drafter, context))
 
     def follow_prompts(self, context: Context) -> None:
         """Show pieces of prompts to every drafter with a memory."""
-        for drafter in self.workers:
-            if drafter.reads_prompt:
-                drafter.follow_prompts(self.context_for(drafter, context))
+        for drafter in self._followers[None]:
+            drafter.follow_prompts(self.context_for(drafter, context))
 
     def step(self, groups: Sequence[Rows], clock: Clock) -> list[StepResult]:
         """Advance every row by 1 to (its plan's depth + 1) tokens, and leave the groups ready for the next step."""
