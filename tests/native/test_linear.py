@@ -143,6 +143,16 @@ def test_a_row_is_the_same_bits_however_many_are_computed_with_it(instructions: 
     assert same_bits(torch.stack(single), whole_MN[:60])
 
 
+@pytest.mark.parametrize("size", [1e-17, 1e-19, 1e-21, 1e-38])
+def test_a_row_of_tiny_numbers_is_the_same_bits_however_many_are_computed_with_it(instructions: str, size: float):
+    """Products and sums are on both sides of the smallest normal number, below which instructions may know only 0."""
+    packed = ops.pack((draw(37, 70).float() * size).bfloat16())
+    x_MK = (draw(20, 70, seed=2).float() * (size if size > 1e-30 else 1)).bfloat16()
+    every_MN = ops.linear(x_MK, packed, None, 37)
+    for rows in (1, 2, 3, 5, 16, 17):
+        assert same_bits(ops.linear(x_MK[:rows], packed, None, 37), every_MN[:rows])
+
+
 def test_a_row_is_the_same_bits_whatever_the_others_hold(instructions: str):
     packed = ops.pack(draw(50, 21))
     x_MK = draw(29, 21, seed=2)

@@ -31,6 +31,15 @@ constexpr int64_t kApart = 2 * kTile;  // lines of a panel that are multiplied b
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// The instruction set that this one adds to.
+const Kernels* base() {
+#ifdef DRAFTSMITH_EMULATED_TILES
+  return portable_kernels();
+#else
+  return avx512bf16_kernels();
+#endif
+}
+
 // Says which rows the tiles have while it lives. Tiles 0 and 1 sum the first sixteen rows of a block for two panels, 2
 // and 3 those behind them; 4 and 5 hold the rows, 6 and 7 the weights.
 class TileRows {
@@ -213,27 +222,68 @@ struct Product {
   }
 };
 
+// Few rows wait for the memory alone, and vectors read it sooner than tiles do. They do what tiles do, bit by bit: of every
+// sixteen lines, the first values of the words are summed apart from the second ones, and both sums are added to what was
+// before. Products of two bf16 are exact, and numbers below the normal ones are zero.
+constexpr int64_t kFewRows = 2, kFewWholeRows = 4;
+
+template <bool kOnto>
+struct ByVectors {
+  template <int kRows, int kPanels>
+  struct Block {
+    static void run(const bf16* x, int64_t x_stride, const bf16* w, const Reach& reach, float* y, int64_t y_stride,
+                    const Ahead& ahead) {
+      Lanes sum[kRows][kPanels];
+      for (int r = 0; r < kRows; ++r)
+        for (int p = 0; p < kPanels; ++p) sum[r][p] = kOnto ? lanes_at(y + r * y_stride + p * kPanel) : Lanes{};
+      for (int64_t begin = 0; begin < reach.lines; begin += kTile) {
+        Lanes first[kRows][kPanels], second[kRows][kPanels];
+        for (int r = 0; r < kRows; ++r)
+          for (int p = 0; p < kPanels; ++p) first[r][p] = second[r][p] = Lanes{};
+        for (int64_t k = begin; k < least(begin + kTile, reach.lines); ++k)
+          for (int p = 0; p < kPanels; ++p) {
+            const Words words = Register<Words>::at(w + (p * reach.lines + k) * (kLineBytes / 2));
+            if (ahead.from != nullptr) __builtin_prefetch(ahead.from + (k * kPanels + p) * kLineBytes, 0, 2);
+            const Lanes evens = same_bits<Lanes>(words << 16), odds = same_bits<Lanes>(words & 0xffff0000u);
+            for (int r = 0; r < kRows; ++r) {
+              const bf16* two = x + r * x_stride + 2 * k;
+              first[r][p] = multiply_add(evens, Lanes{} + widen(two[0]), first[r][p]);
+              second[r][p] = multiply_add(odds, Lanes{} + widen(two[1]), second[r][p]);
+            }
+          }
+        for (int r = 0; r < kRows; ++r)
+          for (int p = 0; p < kPanels; ++p) sum[r][p] += first[r][p] + second[r][p];
+      }
+      for (int r = 0; r < kRows; ++r)
+        for (int p = 0; p < kPanels; ++p) put_lanes(sum[r][p], y + r * y_stride + p * kPanel);
+    }
+  };
+};
+
+// As `Product`. A call of its own, so that no arithmetic of other code comes between its two changes of what is zero.
+template <bool kOnto>
+[[gnu::noinline]] void multiply_few(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs,
+                                    int64_t panels, const void* ahead, float* y, int64_t y_stride) {
+  const NoDenormals as_tiles;
+  walk<ByVectors<kOnto>::template Block, kFewRows, 4>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
+}
+
 void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
           const void* ahead, float* y, int64_t y_stride) {
+  if (rows <= kFewRows) return multiply_few<false>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
   Product<false>{reinterpret_cast<const char*>(x), reinterpret_cast<const char*>(packed), reinterpret_cast<char*>(y),
                  2 * x_stride, 4 * y_stride, pairs, false}
       .run(rows, panels, static_cast<const char*>(ahead));
 }
 
-void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t*, int64_t quads,
+void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* packed, const int32_t* sums, int64_t quads,
                int64_t panels, const void* ahead, int32_t* y, int64_t y_stride) {
+  // Whole numbers are exact either way.
+  if (rows <= kFewWholeRows)
+    return base()->gemm_int8(x, x_stride, rows, packed, sums, quads, panels, ahead, y, y_stride);
   Product<true>{reinterpret_cast<const char*>(x), reinterpret_cast<const char*>(packed), reinterpret_cast<char*>(y),
                 x_stride, 4 * y_stride, quads, false}
       .run(rows, panels, static_cast<const char*>(ahead));
-}
-
-// The instruction set that this one adds to.
-const Kernels* base() {
-#ifdef DRAFTSMITH_EMULATED_TILES
-  return portable_kernels();
-#else
-  return avx512bf16_kernels();
-#endif
 }
 
 }  // namespace

@@ -11,6 +11,7 @@ constexpr int64_t kSegment = 256;  // places whose values are packed at a time
 constexpr int64_t kFewQueries = 4;  // below which scores are moved one by one
 constexpr int64_t kManyQueries = 32;  // above which keys are packed, and scores need not be moved
 constexpr int64_t kFetched = 64;  // entries that are asked for together, and lie in one block
+constexpr int64_t kSoon = 96;  // entries between one that is read and one that is asked for meanwhile
 static_assert(kFetched == kBlockEntries && kBlockEntries % kBlock == 0, "tiles are cut where blocks end");
 constexpr int64_t kStride = kSegment + 32;  // of rows of probabilities, so that they do not meet in one set of the cache
 
@@ -70,6 +71,8 @@ class Attention {
     }
     stop_ = round_up(end_, kBlock);
     score();
+    for (int64_t p = low_, far = least(end_, t.shared); p < least(low_ + kSoon, far); p += kPanel)
+      fetch(t.value(p), t.value_stride, t.value_width, least(kPanel, far - p));
     for (int64_t q = 0; q < count; ++q) highest_[q] = highest(q), totals_[q] = Lanes{};
     const int64_t wide = round_up(t.value_width, kPanel);
     for (int64_t i = 0; i < 2 * count * wide; ++i) sums_[i] = 0;
@@ -97,23 +100,26 @@ class Attention {
   // Products of all keys with all queries, a row for each query; `factor_` is what is still to be multiplied. The bits are
   // the same whichever of the two is packed.
   void score() {
-    if (count_ > kManyQueries && t.paths == nullptr && t.width % 2 == 0)
-      score_rows();
+    const bool is_few = count_ <= kFewRows, is_many = count_ > kManyQueries;
+    if ((is_few || is_many) && t.paths == nullptr && t.width % 2 == 0)
+      score_rows(is_many ? Parts::room_for(count_) : count_);
     else
       score_lines();
   }
 
   // The queries as rows, by keys that are packed on the way: products come out as they are needed.
-  void score_rows() {
+  void score_rows(int64_t rows) {
     const int64_t pairs = t.width / 2, stride = apart(t.width);
     factor_ = t.scale;
     for (int64_t q = 0; q < count_; ++q)
       __builtin_memcpy(lines_ + q * stride, t.query(query_ + q), static_cast<uint64_t>(t.width) * sizeof(bf16));
+    for (int64_t k = low_; k < least(low_ + kSoon, end_); k += kPanel)
+      fetch(t.key(k), t.key_stride, t.width, least(kPanel, end_ - k));
     for (int64_t e = low_, next = 0; e < end_; e = next) {
       next = least((e / kFetched + 1) * kFetched, end_);
-      if (next < end_) fetch(t.key(next), t.key_stride, t.width, least(kFetched, end_ - next));
       int64_t panels = 0;
       for (int64_t k = e; k < next; k += kPanel, ++panels) {
+        if (k + kSoon < end_) fetch(t.key(k + kSoon), t.key_stride, t.width, least(kPanel, end_ - k - kSoon));
         bf16* panel = packed_ + panels * pairs * 2 * kPanel;
         if (k + kPanel <= next) {
           interleave_(t.key(k), t.key_stride, pairs, panel);
@@ -123,7 +129,7 @@ class Attention {
         for (int64_t l = 0; k + l < next; ++l)
           for (int64_t d = 0; d < t.width; ++d) panel[d / 2 * 2 * kPanel + 2 * l + d % 2] = t.key(k + l)[d];
       }
-      gemm(lines_, stride, Parts::room_for(count_), packed_, pairs, panels, nullptr, rows_ + (e - low_), row_stride_);
+      gemm(lines_, stride, rows, packed_, pairs, panels, nullptr, rows_ + (e - low_), row_stride_);
     }
   }
 
@@ -138,49 +144,53 @@ class Attention {
         __builtin_memcpy(lines_ + l * stride, t.query(query_ + g * kPanel + l), static_cast<uint64_t>(bytes));
       interleave_(lines_, stride, pairs, packed_ + g * pairs * 2 * kPanel);
     }
-    const int64_t entries = t.paths == nullptr ? end_ : t.entries;
+    const bool chain = t.paths == nullptr;
+    const int64_t entries = chain ? end_ : t.entries, same = chain ? end_ : least(t.shared, end_);
+    // Blocks of entries that all nodes have at the places of these numbers become rows at once, while their products are
+    // in the nearest cache; the products of the others are kept.
+    int64_t kept = most(low_, same / kFetched * kFetched);
     if (t.width % 2 == 0) {
       for (int64_t e = low_, next = 0; e < entries; e = next) {
         next = least((e / kFetched + 1) * kFetched, entries);
         if (next < entries) fetch(t.key(next), t.key_stride, t.width, least(kFetched, entries - next));
-        gemm(t.key(e), t.key_stride, next - e, packed_, pairs, groups, nullptr, scores_ + (e - low_) * wide,
-             wide);
+        float* products = scores_ + (e < kept ? 0 : e - kept) * wide;
+        gemm(t.key(e), t.key_stride, next - e, packed_, pairs, groups, nullptr, products, wide);
+        if (e < kept) turn(products, e, next, wide);
       }
     } else {  // the last pair would reach beside the key
-      lines_[t.width] = 0;
+      kept = low_, lines_[t.width] = 0;
       for (int64_t e = low_; e < entries; ++e) {
         __builtin_memcpy(lines_, t.key(e), static_cast<uint64_t>(bytes));
         gemm(lines_, stride, 1, packed_, pairs, groups, nullptr, scores_ + (e - low_) * wide, wide);
       }
     }
-    const int64_t same = t.paths == nullptr ? end_ : least(t.shared, end_);
-    turn(low_, same, wide);
+    turn(scores_, kept, same, wide);
     for (int64_t q = 0; q < count_; ++q)
       for (int64_t p = most(same, first(q)); p < last(q); ++p)
-        row(q)[p] = scores_[(t.entry(t.node(query_ + q), p) - low_) * wide + q] * t.scale;
+        row(q)[p] = scores_[(t.entry(t.node(query_ + q), p) - kept) * wide + q] * t.scale;
   }
 
   // Asks for some entries of a block: those of a head lie far apart, where the processor does not see them coming.
   static void fetch(const bf16* from, int64_t stride, int64_t width, int64_t count) {
     for (int64_t e = 0; e < count; ++e)
-      for (int64_t d = 0; d < width; d += kLineBytes / 2) __builtin_prefetch(from + e * stride + d, 0, 2);
+      for (int64_t d = 0; d < width; d += kLineBytes / 2) __builtin_prefetch(from + e * stride + d, 0, 3);
   }
 
   // From a line for every place to a row for every query, where places are entries. Lines behind the last may come along:
   // nobody sees them.
-  void turn(int64_t from, int64_t to, int64_t wide) {
+  void turn(const float* lines, int64_t from, int64_t to, int64_t wide) {
     int64_t p = from;
     alignas(64) float turned[kPanel][kPanel];
     for (; count_ >= kFewQueries && p < to; p += kPanel)
       for (int64_t g = 0; g * kPanel < count_; ++g) {
-        interleave_(reinterpret_cast<const bf16*>(scores_ + (p - low_) * wide + g * kPanel), 2 * wide, kPanel,
+        interleave_(reinterpret_cast<const bf16*>(lines + (p - from) * wide + g * kPanel), 2 * wide, kPanel,
                     reinterpret_cast<bf16*>(turned));
         for (int64_t l = 0; l < kPanel && g * kPanel + l < count_; ++l)
           put_lanes(lanes_at(turned[l]) * t.scale, row(g * kPanel + l) + p);
       }
     for (int64_t q = 0; q < count_; ++q) {
       float* to_row = row(q);
-      for (int64_t place = p; place < to; ++place) to_row[place] = scores_[(place - low_) * wide + q] * t.scale;
+      for (int64_t place = p; place < to; ++place) to_row[place] = lines[(place - from) * wide + q] * t.scale;
     }
   }
 
@@ -227,11 +237,10 @@ class Attention {
     const int64_t node = t.node(query_ + query);
     const bool alone = t.node(query_ + query + count - 1) == node;
     const int64_t seen_from = alone ? first(query) : common_from_, seen_to = alone ? last(query) : common_to_;
-    const int64_t end = alone ? last(query) : end_;
+    const int64_t end = alone ? last(query) : end_, far = least(end, t.shared);
     for (int64_t k = 0; k < pairs; ++k) {
-      const int64_t soon = from + 2 * k + kFetched, far = least(end, t.shared);
-      if (2 * k % kBlock == 0 && soon < far)
-        fetch(t.value(soon), t.value_stride, t.value_width, least(kBlock, far - soon));
+      const int64_t soon = from + 2 * k + kSoon;
+      if (soon < far) fetch(t.value(soon), t.value_stride, t.value_width, least(2, far - soon));
       const bf16* two[2];
       for (int64_t i = 0; i < 2; ++i) {
         const int64_t p = from + 2 * k + i;
@@ -243,7 +252,10 @@ class Attention {
     }
     float* sums = sums_ + 2 * query * wide;
     const int64_t rows = 2 * (count == count_ && count > kManyQueries ? Parts::room_for(count) : count);
-    Product<false>{reinterpret_cast<const char*>(probabilities_ + 2 * query * kStride + from - segment),
+    const bf16* weights = probabilities_ + 2 * query * kStride + from - segment;
+    if (rows <= kFewRows)
+      return multiply_few<true>(weights, kStride, rows, values_, pairs, panels, nullptr, sums, wide);
+    Product<false>{reinterpret_cast<const char*>(weights),
                    reinterpret_cast<const char*>(values_), reinterpret_cast<char*>(sums), 2 * kStride, 4 * wide, pairs,
                    true}
         .run(rows, panels, nullptr);

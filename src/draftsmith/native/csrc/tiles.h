@@ -24,6 +24,17 @@ static_assert(sizeof(TileShapes) == 64, "the processor reads 64 bytes");
 
 #ifndef DRAFTSMITH_EMULATED_TILES
 
+// While it lives, vectors take numbers below the normal ones for zero, as tiles always do.
+class NoDenormals {
+ public:
+  NoDenormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlush | kTakenForZero); }
+  ~NoDenormals() { _mm_setcsr(before_); }
+
+ private:
+  static constexpr unsigned kFlush = 0x8000, kTakenForZero = 0x40;
+  unsigned before_;
+};
+
 inline void tiles_will_read() { asm volatile("" ::: "memory"); }
 inline void shape_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
 inline void release_tiles() { asm volatile("tilerelease"); }
@@ -62,6 +73,10 @@ thread_local EmulatedTiles tiles;
 inline void insist(bool right) {
   if (!right) __builtin_trap();
 }
+
+struct NoDenormals {
+  NoDenormals() {}  // what is emulated has them too
+};
 
 inline void tiles_will_read() {}
 
