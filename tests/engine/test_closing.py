@@ -196,9 +196,10 @@ def test_a_policy_does_not_hear_its_own_time_and_the_statistics_do():
     (1e-4, 1.3, 12, 1, False),
     (1e-4, 1.1, 99, 1, False),
     (1e-3, 1.3, 12, 1, True),
-    # Four rows share a step, so that as many of them take four times as long: 12 steps are counted, and not 50.
-    (1e-4, 1.17, 99, 4, False),
+    (1e-4, 1.17, 99, 4, False),  # each of four rows costs something, and they share the seconds of a step
     (1e-4, 1.6, 99, 4, True),
+    (1.5e-3, 1.12, 99, 16, True),  # not within a dozen steps, but within the fifty that are counted
+    (1.5e-3, 1.12, 12, 16, False),
 ])
 def test_what_a_change_costs_is_paid_back_by_time_and_not_only_by_steps(
     plain_s: float, gain: float, left: float, count: int, pays: bool

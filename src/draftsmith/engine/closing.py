@@ -45,7 +45,7 @@ class Closing:
     def __init__(self, expected: Expected, costs: StepCosts, pace: Pace, learnt: Learnt) -> None:
         self._expected, self._costs, self._pace, self._learnt = expected, costs, pace, learnt
         # What `_each_brings` was asked last, and the answer: where nothing is drafted, nothing is learnt between texts.
-        self._asked: object = None
+        self._asked: tuple[list[Stand], list[list[float]], dict[bool, list[float]]] | None = None
         self._answer: list[list[float]] = []
 
     def brings(
@@ -95,7 +95,8 @@ class Closing:
     def _each_brings(self, known: Sequence[RowEvidence]) -> list[list[float]]:
         """Return what every plan brings each row, if the rows turn out as far apart as texts usually do.
 
-        Of a row of which much is known, less is left to turn out otherwise.
+        Of a row of which much is known, less is left to turn out otherwise. What is returned may be returned again, so
+        it is not to be changed.
         """
         deviations = {sampled: self._learnt.deviations(sampled) for sampled in {row.sampled for row in known}}
         stands = [row.stand for row in known]

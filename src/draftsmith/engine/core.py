@@ -179,7 +179,7 @@ class EngineCore:
         try:
             progress = [self._expire(request) for request in self.scheduler.overdue()]
             begun = time.perf_counter()
-            if not self._groups.stand(bool(self.scheduler.reading)):
+            if not self._groups.hold(bool(self.scheduler.reading)):
                 self._groups.settle(list(self.scheduler.decoding.values()), self.scheduler.load())
             if self._groups.rows:
                 progress += self._decode(time.perf_counter() - begun)

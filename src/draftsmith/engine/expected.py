@@ -82,7 +82,7 @@ class Expected:
         return brings, times
 
     def average(self, stands: Sequence[Stand]) -> tuple[list[float], list[Times]]:
-        """Return the same, on average over these rows."""
+        """Return the same, on average over these rows; it may be returned again, so it is not to be changed."""
         if len(stands) == 1:
             return self.of(stands[0])
         if stands != self._asked:

@@ -60,7 +60,7 @@ class Groups:
     def settle(self, running: Sequence[Request], load: Load) -> None:
         """Ask the policy about the rows that have no choice of their own, and group the rows that will draft alike.
 
-        If neither rows nor choices have changed, the groups stay as they are. To be called unless they `stand`.
+        If neither rows nor choices have changed, the groups stay as they are. To be called unless they `hold`.
 
         Raises:
             DraftsmithError: the policy chose something that is not among its choices.
@@ -100,10 +100,11 @@ class Groups:
         self.rows = [self._group(requests, choice) for (choice, _), requests in alike.items()]
         self._sources.clear()
 
-    def stand(self, reading: bool) -> bool:
-        """Return whether the groups stand for another step without asking.
+    def hold(self, reading: bool) -> bool:
+        """Let the groups stand for another step without asking, if they can; return whether they do.
 
-        So it is for the same rows, as long as the policy's last answer holds, or if it has only one.
+        They do for the same rows, for as many steps as the policy's last answer holds, or if it has only one. To be
+        called once a step.
 
         Args:
             reading: whether prompts are being read.

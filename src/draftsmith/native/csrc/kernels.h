@@ -38,7 +38,7 @@ struct AttentionTask {
   const int64_t* first;  // node n sees the places first[n] … last[n] - 1, at least one; without paths, both never fall
   const int64_t* last;
   const int32_t* paths;  // node n has entry paths[n * path_stride + i] at place shared + i; null where it is shared + i
-  int64_t path_stride;
+  int64_t path_stride;  // entries of paths are never below `shared`
   int64_t entries;  // all entries that are seen lie before this one
   float* scratch;   // of attention_room(…) values
   float* out;       // (nodes · groups, value_width)

@@ -222,9 +222,10 @@ struct Product {
   }
 };
 
-// Few rows wait for the memory alone, and vectors read it sooner than tiles do. They do what tiles do, bit by bit: of every
-// sixteen lines, the first values of the words are summed apart from the second ones, and both sums are added to what was
-// before. Products of two bf16 are exact, and numbers below the normal ones are zero.
+// A single row waits for the memory alone, and vectors read it sooner than tiles do. They do what tiles do, bit by bit: of
+// every sixteen lines, the first values of the words are summed apart from the second ones, and both sums are added to what
+// was before. Products of two bf16 are exact, and numbers below the normal ones are zero. Attention has two rows for every
+// query.
 constexpr int64_t kFewRows = 2, kFewWholeRows = 4;
 
 template <bool kOnto>
@@ -247,12 +248,14 @@ struct ByVectors {
             const Lanes evens = same_bits<Lanes>(words << 16), odds = same_bits<Lanes>(words & 0xffff0000u);
             for (int r = 0; r < kRows; ++r) {
               const bf16* two = x + r * x_stride + 2 * k;
-              first[r][p] = multiply_add(evens, Lanes{} + widen(two[0]), first[r][p]);
-              second[r][p] = multiply_add(odds, Lanes{} + widen(two[1]), second[r][p]);
+              first[r][p] = multiply_add(evens, widen(two[0]) - Lanes{}, first[r][p]);  // less 0: also where it is -0
+              second[r][p] = multiply_add(odds, widen(two[1]) - Lanes{}, second[r][p]);
             }
           }
+        const bool filled = begin + kTile > reach.lines;  // tiles are filled up with zeros, which make 0 of -0
         for (int r = 0; r < kRows; ++r)
-          for (int p = 0; p < kPanels; ++p) sum[r][p] += first[r][p] + second[r][p];
+          for (int p = 0; p < kPanels; ++p)
+            sum[r][p] += filled ? (first[r][p] + Lanes{}) + (second[r][p] + Lanes{}) : first[r][p] + second[r][p];
       }
       for (int r = 0; r < kRows; ++r)
         for (int p = 0; p < kPanels; ++p) put_lanes(sum[r][p], y + r * y_stride + p * kPanel);
@@ -270,7 +273,7 @@ template <bool kOnto>
 
 void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
           const void* ahead, float* y, int64_t y_stride) {
-  if (rows <= kFewRows) return multiply_few<false>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
+  if (rows == 1) return multiply_few<false>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
   Product<false>{reinterpret_cast<const char*>(x), reinterpret_cast<const char*>(packed), reinterpret_cast<char*>(y),
                  2 * x_stride, 4 * y_stride, pairs, false}
       .run(rows, panels, static_cast<const char*>(ahead));

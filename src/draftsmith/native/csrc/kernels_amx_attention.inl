@@ -1,7 +1,7 @@
 // Attention on tiles; part of kernels_amx.cpp.
 //
-// It is two products: keys times queries, straight from the cache, and probabilities times values, which are packed on
-// the way. Probabilities are split in two bf16, a coarse and a fine one, so that next to nothing of their fp32 value is
+// It is two products: keys times queries, one of which is packed, and probabilities times values, which are packed on the
+// way. Probabilities are split in two bf16, a coarse and a fine one, so that next to nothing of their fp32 value is
 // lost.
 
 namespace draftsmith {
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kSegment = 256;  // places whose values are packed at a time
 constexpr int64_t kFewQueries = 4;  // below which scores are moved one by one
-constexpr int64_t kManyQueries = 32;  // above which keys are packed, and scores need not be moved
+constexpr int64_t kManyQueries = 32;  // above which keys are packed, as for few, and scores need not be moved
 constexpr int64_t kFetched = 64;  // entries that are asked for together, and lie in one block
 constexpr int64_t kSoon = 96;  // entries between one that is read and one that is asked for meanwhile
 static_assert(kFetched == kBlockEntries && kBlockEntries % kBlock == 0, "tiles are cut where blocks end");
@@ -129,7 +129,8 @@ class Attention {
         for (int64_t l = 0; k + l < next; ++l)
           for (int64_t d = 0; d < t.width; ++d) panel[d / 2 * 2 * kPanel + 2 * l + d % 2] = t.key(k + l)[d];
       }
-      gemm(lines_, stride, rows, packed_, pairs, panels, nullptr, rows_ + (e - low_), row_stride_);
+      const auto multiply = rows <= kFewRows ? multiply_few<false> : gemm;
+      multiply(lines_, stride, rows, packed_, pairs, panels, nullptr, rows_ + (e - low_), row_stride_);
     }
   }
 
