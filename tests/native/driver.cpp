@@ -575,6 +575,9 @@ int main(int count, char** words) {
     for (const int64_t rows : {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 14, 15, 16, 17, 28, 32, 33, 56, 64})
       for (const int64_t panels : {1, 2, 3, 4, 5, 8})
         for (const int64_t pairs : {1, 2, 5, 16, 21, 48}) products(k, rows, pairs, panels, (rows + pairs) % 3);
+    // Panels that are longer than a stretch, and more rows than are taken at a time.
+    for (const int64_t rows : {1, 2, 4, 9, 64, 65, 131})
+      for (const int64_t panels : {1, 3}) products(k, rows, 1061, panels, rows % 3);
     for (const int64_t rows : {0, 1, 2, 3, 6, 7, 8, 9, 10, 17, 33})
       for (const int64_t panels : {1, 2, 3, 4, 6})
         for (const int64_t quads : {1, 2, 9, 16, 37}) whole_products(k, rows, quads, panels);

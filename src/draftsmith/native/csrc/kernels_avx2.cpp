@@ -28,51 +28,110 @@ template <int kPanels>
   turn = ahead.blocks - 1;
 }
 
+// One of the inputs of line k in every lane: the first of its pair, or the second. Rows of bf16 are whole; those that were
+// widened begin with the stretch.
+inline const bf16* begin(const bf16* x, const Reach& reach) { return x + 2 * reach.first; }
+inline const float* begin(const float* x, const Reach&) { return x; }
+template <int kSecond>
+inline __m256 input(const bf16* pair) {
+  int both;
+  __builtin_memcpy(&both, pair, sizeof both);
+  return kSecond ? highs(_mm256_set1_epi32(both)) : lows(_mm256_set1_epi32(both));
+}
+template <int kSecond>
+inline __m256 input(const float* pair) {
+  return _mm256_broadcast_ss(pair + kSecond);
+}
+
+// The sums and what is multiplied need nearly all registers. Compilers are held to keep the sums there: for a single one in
+// memory, all others would wait at every line.
 template <int kRows, int kPanels>
 struct Block {
-  static void run(const bf16* x, int64_t x_stride, const bf16* w, const Reach& reach, float* y, int64_t y_stride,
+  using Sums = __m256[kRows][kPanels][2];
+
+  template <class X>
+  static void run(const X* x, int64_t x_stride, const bf16* w, const Reach& reach, float* y, int64_t y_stride,
                   const Ahead& ahead) {
-    __m256 sum[kRows][kPanels][2];
+    Sums sum;
+#pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p)
         for (int h = 0; h < 2; ++h)
           sum[r][p][h] =
               reach.first == 0 ? _mm256_setzero_ps() : _mm256_loadu_ps(y + r * y_stride + p * kPanel + 8 * h);
     int64_t turn = ahead.number;
-    for (int64_t k = reach.first; k < reach.last; ++k) {
+    x = begin(x, reach);
+    for (int64_t k = reach.first; k < reach.last; ++k, x += 2) {
       fetch_ahead<kPanels>(ahead, reach, k, turn);
-      for (int p = 0; p < kPanels; ++p) {
-        const __m256i* line = reinterpret_cast<const __m256i*>(w + (p * reach.lines + k) * 2 * kPanel);
-        // As many variables as registers: compilers keep arrays of so few in memory.
-        const __m256i left = _mm256_loadu_si256(line), right = _mm256_loadu_si256(line + 1);
-        const __m256 left_low = lows(left), right_low = lows(right), left_high = highs(left), right_high = highs(right);
-        for (int r = 0; r < kRows; ++r) {
-          int pair;
-          __builtin_memcpy(&pair, x + r * x_stride + 2 * k, sizeof pair);
-          const __m256i xs = _mm256_set1_epi32(pair);
-          sum[r][p][0] = _mm256_fmadd_ps(lows(xs), left_low, sum[r][p][0]);
-          sum[r][p][1] = _mm256_fmadd_ps(lows(xs), right_low, sum[r][p][1]);
-          sum[r][p][0] = _mm256_fmadd_ps(highs(xs), left_high, sum[r][p][0]);
-          sum[r][p][1] = _mm256_fmadd_ps(highs(xs), right_high, sum[r][p][1]);
-        }
-      }
+      multiply<0>(x, x_stride, w + k * 2 * kPanel, reach.lines, sum);
+      multiply<1>(x, x_stride, w + k * 2 * kPanel, reach.lines, sum);
     }
+#pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
       for (int p = 0; p < kPanels; ++p)
         for (int h = 0; h < 2; ++h) _mm256_storeu_ps(y + r * y_stride + p * kPanel + 8 * h, sum[r][p][h]);
   }
+
+ private:
+  // One input of all rows by its weights.
+  template <int kSecond, class X>
+  [[gnu::always_inline]] static void multiply(const X* x, int64_t x_stride, const bf16* w, int64_t lines, Sums& sum) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; ++p) {
+      const __m256i* line = reinterpret_cast<const __m256i*>(w + p * lines * 2 * kPanel);
+      const __m256i left_pairs = _mm256_loadu_si256(line), right_pairs = _mm256_loadu_si256(line + 1);
+      const __m256 left = kSecond ? highs(left_pairs) : lows(left_pairs);
+      const __m256 right = kSecond ? highs(right_pairs) : lows(right_pairs);
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const __m256 one = input<kSecond>(x + r * x_stride);
+        sum[r][p][0] = _mm256_fmadd_ps(one, left, sum[r][p][0]);
+        sum[r][p][1] = _mm256_fmadd_ps(one, right, sum[r][p][1]);
+        asm("" : "+x"(sum[r][p][0]), "+x"(sum[r][p][1]));
+      }
+    }
+    asm volatile("" ::: "memory");  // the same weights are read again for the second inputs, and need no registers until then
+  }
 };
 
+constexpr int64_t kWidened = 64;  // rows
+
+// Up to so many rows are widened once for all panels, a stretch of their inputs at a time.
+void widen_and_walk(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
+                    const void* ahead, float* y, int64_t y_stride) {
+  constexpr int64_t kRoom = 16384, kApart = 16;  // so that rows begin in different sets of the nearest cache
+  alignas(64) float wide[kRoom];
+  const int64_t most = (kRoom / rows - kApart) / 2, stretches = (pairs + most - 1) / most, panel = pairs * 2 * kPanel;
+  for (int64_t s = 0; s < stretches; ++s) {
+    const Reach reach{pairs, pairs * s / stretches, pairs * (s + 1) / stretches};
+    const int64_t inputs = 2 * (reach.last - reach.first), stride = inputs + kApart;
+    for (int64_t r = 0; r < rows; ++r) widen_row(x + r * x_stride + 2 * reach.first, inputs, wide + r * stride);
+    for (int64_t p = 0; p < panels; ++p) {
+      const bf16* w = packed + p * panel;
+      const void* next = ahead;
+      if (ahead != nullptr && p + 1 < panels) next = w + panel + reach.first * 2 * kPanel;
+      if (ahead != nullptr && p + 1 == panels && s + 1 < stretches) next = packed + reach.last * 2 * kPanel;
+      walk_rows<Block, 6, 1>(wide, stride, rows, w, reach, next, y + p * kPanel, y_stride);
+    }
+  }
+}
+
 // Few rows would wait for their own sums, unless they have several panels of them. A single one is read as fast as it can
-// be without asking.
+// be without asking. Up to three wait for memory anyway, so nothing is gained by widening them.
 void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
           const void* ahead, float* y, int64_t y_stride) {
-  if (rows == 1)
+  if (rows <= 1)
     walk<Block, 1, 4>(x, x_stride, rows, packed, pairs, panels, nullptr, y, y_stride);
   else if (rows == 2)
     walk<Block, 2, 2>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
+  else if (rows == 3)
+    walk<Block, 3, 1>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
   else
-    walk<Block, 4, 1>(x, x_stride, rows, packed, pairs, panels, ahead, y, y_stride);
+    for (int64_t r = 0; r < rows; r += kWidened)
+      widen_and_walk(x + r * x_stride, x_stride, rows - r < kWidened ? rows - r : kWidened, packed, pairs, panels, ahead,
+                     y + r * y_stride, y_stride);
 }
 
 // Bytes are multiplied by bytes, one side with signs, the other without: the sign of a weight goes to the input. No input is

@@ -10,8 +10,14 @@ namespace {
 constexpr int64_t kLineBytes = 64;  // of packed weights: some inputs of every output of a panel
 
 inline Words words_at(const bf16* values) {
-#ifdef DRAFTSMITH_AVX512  // for this single instruction compilers would take several
+#if defined(DRAFTSMITH_AVX512)  // for this single instruction, or two, compilers would take several
   return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(values))));
+#elif defined(DRAFTSMITH_AVX2)
+  const auto eight = [](const bf16* from) {
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return reinterpret_cast<Words::Half>(words);
+  };
+  return {eight(values), eight(values + 8)};
 #else
   return converted<Words>(Register<Halves>::at(values));
 #endif
@@ -363,8 +369,8 @@ constexpr int64_t kReachLines = 512;
 // of them would not fit it. Block<rows, panels> computes one block.
 template <template <int, int> class Block, int kRows, int kPanels>
 struct Rows {
-  template <class X, class Y>
-  static void run(int64_t rows, const X* x, int64_t x_stride, const X* w, const Reach& reach, Y* y, int64_t y_stride,
+  template <class X, class W, class Y>
+  static void run(int64_t rows, const X* x, int64_t x_stride, const W* w, const Reach& reach, Y* y, int64_t y_stride,
                   const Ahead& ahead) {
     if (rows == kRows)
       Block<kRows, kPanels>::run(x, x_stride, w, reach, y, y_stride, ahead);
@@ -373,11 +379,23 @@ struct Rows {
   }
 };
 
+// All blocks of rows for some panels.
+template <template <int, int> class Block, int kRows, int kPanels, class X, class W, class Y>
+inline void walk_rows(const X* x, int64_t x_stride, int64_t rows, const W* w, const Reach& reach, const void* next, Y* y,
+                      int64_t y_stride) {
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
+    Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, w, reach, y + from * y_stride, y_stride,
+                                     {static_cast<const char*>(next), b, blocks});
+  }
+}
+
 template <template <int, int> class Block, int kRows, int kPanels, class X, class Y>
 inline void walk(const X* x, int64_t x_stride, int64_t rows, const X* packed, int64_t lines, int64_t panels,
                  const void* ahead, Y* y, int64_t y_stride) {
-  const int64_t blocks = (rows + kRows - 1) / kRows, panel = lines * (kLineBytes / sizeof(X));
-  const int64_t stretches = blocks == 1 || lines <= kNearLines ? 1 : (lines + kReachLines - 1) / kReachLines;
+  const int64_t panel = lines * (kLineBytes / sizeof(X));
+  const int64_t stretches = rows <= kRows || lines <= kNearLines ? 1 : (lines + kReachLines - 1) / kReachLines;
   int64_t p = 0;
   for (; p + kPanels <= panels; p += kPanels) {
     const X* w = packed + p * panel;
@@ -386,12 +404,7 @@ inline void walk(const X* x, int64_t x_stride, int64_t rows, const X* packed, in
       const Reach reach{lines, lines * s / stretches, lines * (s + 1) / stretches};
       const bool here = ahead != nullptr && reach.last < lines;
       const void* next = here ? reinterpret_cast<const char*>(w) + reach.last * kLineBytes : following;
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
-        Rows<Block, kRows, kPanels>::run(to - from, x + from * x_stride, x_stride, w, reach,
-                                         y + from * y_stride + p * kPanel, y_stride,
-                                         {static_cast<const char*>(next), b, blocks});
-      }
+      walk_rows<Block, kRows, kPanels>(x, x_stride, rows, w, reach, next, y + p * kPanel, y_stride);
     }
   }
   if constexpr (kPanels > 1) {
