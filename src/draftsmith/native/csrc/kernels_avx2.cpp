@@ -64,8 +64,21 @@ struct Block {
     x = begin(x, reach);
     for (int64_t k = reach.first; k < reach.last; ++k, x += 2) {
       fetch_ahead<kPanels>(ahead, reach, k, turn);
-      multiply<0>(x, x_stride, w + k * 2 * kPanel, reach.lines, sum);
-      multiply<1>(x, x_stride, w + k * 2 * kPanel, reach.lines, sum);
+      const bf16* line = w + k * 2 * kPanel;
+      if constexpr (kRows == 1) {
+#pragma GCC unroll 4
+        for (int p = 0; p < kPanels; ++p) {
+          multiply<0>(x, x_stride, line, reach, p, sum);
+          multiply<1>(x, x_stride, line, reach, p, sum);
+        }
+      } else {
+#pragma GCC unroll 4
+        for (int p = 0; p < kPanels; ++p) multiply<0>(x, x_stride, line, reach, p, sum);
+        asm volatile("" ::: "memory");  // weights are read again for the second inputs, and need no registers until then
+#pragma GCC unroll 4
+        for (int p = 0; p < kPanels; ++p) multiply<1>(x, x_stride, line, reach, p, sum);
+        asm volatile("" ::: "memory");
+      }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r)
@@ -75,24 +88,21 @@ struct Block {
   }
 
  private:
-  // One input of all rows by its weights.
+  // One input of all rows by its weights of a panel.
   template <int kSecond, class X>
-  [[gnu::always_inline]] static void multiply(const X* x, int64_t x_stride, const bf16* w, int64_t lines, Sums& sum) {
-#pragma GCC unroll 4
-    for (int p = 0; p < kPanels; ++p) {
-      const __m256i* line = reinterpret_cast<const __m256i*>(w + p * lines * 2 * kPanel);
-      const __m256i left_pairs = _mm256_loadu_si256(line), right_pairs = _mm256_loadu_si256(line + 1);
-      const __m256 left = kSecond ? highs(left_pairs) : lows(left_pairs);
-      const __m256 right = kSecond ? highs(right_pairs) : lows(right_pairs);
+  [[gnu::always_inline]] static void multiply(const X* x, int64_t x_stride, const bf16* w, const Reach& reach, int p,
+                                              Sums& sum) {
+    const __m256i* line = reinterpret_cast<const __m256i*>(w + p * reach.lines * 2 * kPanel);
+    const __m256i left_pairs = _mm256_loadu_si256(line), right_pairs = _mm256_loadu_si256(line + 1);
+    const __m256 left = kSecond ? highs(left_pairs) : lows(left_pairs);
+    const __m256 right = kSecond ? highs(right_pairs) : lows(right_pairs);
 #pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const __m256 one = input<kSecond>(x + r * x_stride);
-        sum[r][p][0] = _mm256_fmadd_ps(one, left, sum[r][p][0]);
-        sum[r][p][1] = _mm256_fmadd_ps(one, right, sum[r][p][1]);
-        asm("" : "+x"(sum[r][p][0]), "+x"(sum[r][p][1]));
-      }
+    for (int r = 0; r < kRows; ++r) {
+      const __m256 one = input<kSecond>(x + r * x_stride);
+      sum[r][p][0] = _mm256_fmadd_ps(one, left, sum[r][p][0]);
+      sum[r][p][1] = _mm256_fmadd_ps(one, right, sum[r][p][1]);
+      if constexpr (kRows > 1) asm("" : "+x"(sum[r][p][0]), "+x"(sum[r][p][1]));
     }
-    asm volatile("" ::: "memory");  // the same weights are read again for the second inputs, and need no registers until then
   }
 };
 

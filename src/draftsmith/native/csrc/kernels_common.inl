@@ -379,10 +379,10 @@ struct Rows {
   }
 };
 
-// All blocks of rows for some panels.
+// All blocks of rows for some panels. Inlined, so that where nothing is fetched ahead nothing is asked about it.
 template <template <int, int> class Block, int kRows, int kPanels, class X, class W, class Y>
-inline void walk_rows(const X* x, int64_t x_stride, int64_t rows, const W* w, const Reach& reach, const void* next, Y* y,
-                      int64_t y_stride) {
+[[gnu::always_inline]] inline void walk_rows(const X* x, int64_t x_stride, int64_t rows, const W* w, const Reach& reach,
+                                             const void* next, Y* y, int64_t y_stride) {
   const int64_t blocks = (rows + kRows - 1) / kRows;
   for (int64_t b = 0; b < blocks; ++b) {
     const int64_t from = rows * b / blocks, to = rows * (b + 1) / blocks;
