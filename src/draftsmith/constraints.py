@@ -10,8 +10,12 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from draftsmith.patterns import check_in_json, read_pattern
+from draftsmith.patterns import check_in_json, in_json, read_pattern
 from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
+
+
+class UnmetError(DraftsmithError):
+    """No text can begin as a constraint asks."""
 
 
 class TooHardError(DraftsmithError):
@@ -160,6 +164,13 @@ def check_pattern(pattern: str, name: str = "the regular expression") -> list[st
     return read_pattern(pattern, name)
 
 
+def _pattern_in_json(pattern: str, name: str) -> str:
+    """Return a pattern as it is compiled for strings in JSON; raises like `check_pattern`, see `check_in_json` too."""
+    tokens = check_pattern(pattern, name)
+    check_in_json(tokens, name)
+    return in_json(tokens)
+
+
 def check_depth(text: str, name: str) -> None:
     """Raise DraftsmithError if brackets are nested too deep; brackets in literals count too."""
     depth = 0
@@ -209,9 +220,12 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
     if len(given) > 1:
         raise DraftsmithError(f"{name} has {' and '.join(given)}, of which only one can be kept; leave the others out.")
     if isinstance(schema.get("pattern"), str):
-        check_in_json(check_pattern(schema["pattern"], f"the pattern of {name}"), f"the pattern of {name}")
-    for pattern in schema.get("patternProperties", ()):
-        check_in_json(check_pattern(pattern, f"a pattern of {name}"), f"a pattern of {name}")
+        schema["pattern"] = _pattern_in_json(schema["pattern"], f"the pattern of {name}")
+    if "patternProperties" in schema:
+        named = {_pattern_in_json(one, f"a pattern of {name}"): of for one, of in schema["patternProperties"].items()}
+        if len(named) < len(schema["patternProperties"]):
+            raise DraftsmithError(f"{name} has the same pattern twice in 'patternProperties'; join them.")
+        schema["patternProperties"] = named
     for key in _COUNTS:
         count = schema.get(key, 0)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_REPEATS:

@@ -6,7 +6,9 @@ And locks, for what only one process at a time may write.
 import json
 import os
 import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,9 +59,25 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
 
 
+def is_special(path: Path) -> bool:
+    """Return whether something is there that is neither a file nor a folder: a pipe or a device, or a link to one."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`, and move it into place if the block succeeds; OSError if that fails."""
+    """Give a temporary path beside `path`, and move it into place if the block succeeds; OSError if that fails.
+
+    Where `path` is a link, what it leads to is replaced. A pipe or a device is written to.
+    """
+    if is_special(path):
+        with tempfile.TemporaryDirectory() as folder:
+            temporary = Path(folder) / path.name
+            yield temporary
+            with temporary.open("rb") as written, path.open("wb") as opened:
+                shutil.copyfileobj(written, opened)
+        return
+    path = path.resolve()
     temporary = beside(path, path.suffix)
     temporary.touch(exist_ok=False)  # with the user's default permissions, which mkstemp would not give
     try:

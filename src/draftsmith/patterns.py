@@ -5,15 +5,19 @@ a JSON string it leaves out what has to be escaped there, but writes it as it is
 """
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from draftsmith.types import DraftsmithError
 
 _TOKEN = re.compile(
-    r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\c[a-zA-Z]|\\.|\[\^?(?:\\.|[^\]\\])*\]|\(\?:|\{[0-9, ]*\}|.", re.DOTALL
+    r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\u\{[0-9a-fA-F]{1,6}\}|\\c[a-zA-Z]|\\."
+    r"|\[\^?(?:\\.|[^\]\\])*\]|\(\?(?::|P?<\w+>|<?[=!]|.)?|\{[0-9, ]*\}|.", re.DOTALL
 )
 """An escape, a class, the beginning of a group, a count, or any other character."""
+_GROUP = re.compile(r"\((\?(:|P?<\w+>))?")
+_NOT_ASCII = re.compile(r"\\?[^\x00-\x7f]")
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _KNOWN_ESCAPES = frozenset("dDwWsStnrfvaexucb")
 """Letters that mean something behind a backslash, in a class and outside."""
@@ -34,13 +38,18 @@ def read_pattern(pattern: str, name: str) -> list[str]:
         name: what to call the pattern in messages.
 
     Raises:
-        DraftsmithError: for an escape that nobody knows, and for an anchor that has something before or behind it.
+        DraftsmithError: for an escape that nobody knows, for a group that is none of those that are kept, and for an
+            anchor that has something before or behind it.
     """
     tokens: list[str] = []
     for found in _TOKEN.finditer(pattern):
         token = found[0]
         if token == "[":
             raise DraftsmithError(f"{name} has a [ without its ]; fix it.")
+        if token == "\\":
+            raise DraftsmithError(f"{name} ends in a single backslash; fix it.")
+        if token[0] == "(" and not _GROUP.fullmatch(token):
+            raise DraftsmithError(f"{name} has {token}, which cannot be kept; write it in another way.")
         known = _KNOWN_ESCAPES if token[0] == "[" else _KNOWN_ESCAPES | _REFUSED_ESCAPES
         for letter in _ESCAPED.findall(token):
             if letter.isascii() and letter.isalpha() and letter not in known:
@@ -58,10 +67,27 @@ def of_lines(pattern: str) -> str:
     return "".join(LINE if token == "." else token for token in _TOKEN.findall(pattern))
 
 
+def in_json(tokens: Sequence[str]) -> str:
+    """Return the pattern as the compiler has to be given it for a string in JSON.
+
+    What is not ASCII it reads by rules that know nothing of JSON, unless it is written as an escape. And of a group
+    that may be left out, it would accept a beginning, if the group begins with a repetition.
+    """
+    told = list[str]()
+    for before, token in zip(["", *tokens], tokens, strict=False):
+        told.append("{0,1}" if token == "?" and before == ")" else _NOT_ASCII.sub(_escape, token))
+    return "".join(told)
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0][-1])
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\u{{{code:x}}}"
+
+
 def check_in_json(tokens: Sequence[str], name: str) -> None:
     """Raise DraftsmithError if all that a pattern matches has characters that a JSON string has to escape."""
     groups = [_Branches()]
-    for token, behind in zip(tokens, [*tokens[1:], ""], strict=True):
+    for token, behind in zip(tokens, [*tokens, ""][1:], strict=True):
         if token[0] == "(":
             groups.append(_Branches())
         elif token == "|":
@@ -110,7 +136,7 @@ def _character(token: str) -> str | None:
     if token[0] != "\\":
         return token if len(token) == 1 else None
     if token[1] in "xu" and len(token) > 2:
-        return chr(int(token[2:], 16))
+        return chr(min(int(token[2:].strip("{}"), 16), sys.maxunicode))
     if token[1] == "c" and len(token) > 2:
         return chr(ord(token[2]) % 32)
     return _CONTROLS.get(token[1], None if token[1].isalnum() else token[1])
@@ -140,7 +166,7 @@ def _is_misplaced(tokens: Iterable[str], anchor: str, opening: str) -> bool:
 def _repeats_anchors(tokens: list[str]) -> bool:
     """Say whether a group with an anchor in it may come more than once."""
     groups = [False]
-    for token, behind in zip(tokens, [*tokens[1:], ""], strict=True):
+    for token, behind in zip(tokens, [*tokens, ""][1:], strict=True):
         if token[0] == "(":
             groups.append(False)
         elif token in ("^", "$"):

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -62,11 +63,11 @@ def versions() -> dict[str, str]:
 
 
 def command_line() -> str:
-    """Return the command as it was typed, with absolute paths cut to their last part."""
+    """Return the command as a shell reads it, with absolute paths cut to their last part."""
     program, *arguments = sys.argv
     path = Path(program)
-    words = [path.name if path.name != "__main__.py" else f"python -m {path.parent.name}", *arguments]
-    return " ".join(without_folders(word) for word in words)
+    name = path.name if path.name != "__main__.py" else f"python -m {path.parent.name}"
+    return " ".join([name, *(shlex.quote(without_folders(word)) for word in arguments)])
 
 
 def without_folders(word: str) -> str:

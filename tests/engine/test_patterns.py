@@ -1,5 +1,6 @@
 """Regular expressions mean what they say: alone, and as the patterns of strings in JSON."""
 
+import itertools
 import re
 
 import pytest
@@ -103,3 +104,64 @@ def test_unknown_escapes_are_refused(pattern: str):
 def test_a_class_without_end_is_refused_at_once():
     with pytest.raises(DraftsmithError, match="without its ]"):
         check_constraint(Constraint("regex", "a[b"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "values"),
+    [
+        ("^[^é]$", ["a", "日", "😀"]), (r"^[a-zà-ÿ\s]+$", ["zoé", "a"]), ("日?[^a]", ["日b", "é"]),
+        ("^é?.$", ["é", "éa"]),
+        ("é|a", ["é", "a"]), (r"\é{2}", ["éé"]), ("[😀é]", ["😀", "é"]), (r"\u{65e5}", ["日"]), ("", [""]),
+    ],
+)
+def test_letters_of_any_language_keep_strings_in_json(pattern: str, values: list[str]):
+    """What has to be escaped is left out beside them as it is elsewhere."""
+    schema = {"type": "string", "pattern": pattern}
+    named = {"type": "object", "patternProperties": {pattern: {"type": "null"}}, "additionalProperties": False}
+    for value in values:
+        assert allows_in_json(schema, f'"{value}"')
+        assert allows_in_json(named, f'{{"{value}": null}}')
+    for bad in ("\n", '"', "\\", "é\n", "日\n", 'é"', "\x01"):
+        assert not allows_in_json(schema, f'"{bad}"') and not allows_in_json(named, f'{{"{bad}": null}}')
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^(a*b)?$", "(a+b)?c", "((a*b)?c)?", "(?:a*b)?b+", "((b*a)?){2}", "a{2}b(a*b)?", "(a*b)??", "(a?b)?",
+        "(a|b*c)?", "(?P<x>a*b)?", "a*(b)?",
+    ],
+)
+def test_groups_that_may_be_left_out_are_whole_otherwise(pattern: str):
+    """Every word of up to four letters is allowed, alone and in JSON, exactly where Python's expressions match it."""
+    schema = {"type": "string", "pattern": pattern}
+    checked = check_constraint(Constraint.of_schema(schema))
+    inside = xgrammar.Grammar.from_json_schema(checked.text)
+    alone = xgrammar.Grammar.from_regex(of_lines(pattern.replace("?P<x>", "?:")))
+    for word in ("".join(letters) for count in range(5) for letters in itertools.product("abc", repeat=count)):
+        matches = re.fullmatch(pattern, word) is not None
+        assert _is_grammar_accept_string(inside, f'"{word}"') == matches, word
+        assert _is_grammar_accept_string(alone, word) == matches, word
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("^(?!a)[ab]$", r"has \(\?!"), ("(?=b)[ab]", r"has \(\?="), ("(?<!a)b", r"has \(\?<!"),
+        ("(?<=a)b", r"has \(\?<="), ("(?i)a", r"has \(\?i"), ("(?>a)b", r"has \(\?>"),
+        ("a\\", "ends in a single backslash"), ("(\\", "ends in a single backslash"),
+        (r"\u{22}", "needs a quotation mark"),
+    ],
+)
+def test_what_the_compiler_would_pass_over_is_refused(pattern: str, said: str):
+    strings = {"type": "string", "pattern": pattern}
+    named = {"type": "object", "patternProperties": {pattern: {"type": "null"}}}
+    for schema in (strings, named):
+        with pytest.raises(DraftsmithError, match=said):
+            check_constraint(Constraint.of_schema(schema))
+
+
+def test_two_patterns_that_become_one_are_refused():
+    named = {"type": "object", "patternProperties": {"é": {"type": "null"}, r"\u00e9": {"type": "string"}}}
+    with pytest.raises(DraftsmithError, match="the same pattern twice"):
+        check_constraint(Constraint.of_schema(named))

@@ -2,6 +2,8 @@
 
 import json
 import random
+import shlex
+import sys
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
@@ -32,7 +34,7 @@ from draftsmith.evaluation.measuring.speedup import measure_speedups
 from draftsmith.evaluation.prompts import Prompt, cut, distinct, embedded_prompts, load_prompts, whole
 from draftsmith.evaluation.proof.shared_rows import WrappedTarget
 from draftsmith.plan import NO_DRAFT, Plan
-from draftsmith.provenance import provenance, without_folders
+from draftsmith.provenance import command_line, provenance, without_folders
 from draftsmith.targets import KVCache, Nodes, Target
 from draftsmith.targets.token_ids import Conversation
 from draftsmith.types import DraftsmithError, SamplingParams
@@ -320,6 +322,12 @@ def test_provenance_names_no_folder_and_no_host():
     assert all(str(folder) not in record for folder in (Path.cwd(), Path(__file__).parent))
     assert without_folders("--json=/a/b/c.json") == "--json=c.json" and without_folders("/a/b") == "b"
     assert without_folders("data/x.json") == "data/x.json"
+
+
+def test_a_command_is_told_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch):
+    typed = ["/usr/bin/draftsmith", "train", "--data", "/a/b/my texts.jsonl", "stage1.steps=2", "a;b"]
+    monkeypatch.setattr(sys, "argv", typed)
+    assert shlex.split(command_line()) == ["draftsmith", "train", "--data", "my texts.jsonl", "stage1.steps=2", "a;b"]
 
 
 def stopped(after: int) -> Callable[[str, int], None]:

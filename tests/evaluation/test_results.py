@@ -1,6 +1,8 @@
 """What is made of measurements: intervals, tables, and files that are replaced whole or not at all."""
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,24 @@ def test_results_replace_files_whole_and_unwritable_places_are_named(tmp_path: P
     (tmp_path / "file").write_text("")
     with pytest.raises(DraftsmithError, match="cannot be written"):
         ensure_writable(tmp_path / "file" / "r.json")
+
+
+def test_links_are_followed_and_pipes_written_to(tmp_path: Path):
+    """What is no file cannot be replaced, and a link's own file is the one that is meant."""
+    real, link, pipe = tmp_path / "real.json", tmp_path / "link.json", tmp_path / "pipe"
+    real.write_text("{}")
+    link.symlink_to(real)
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
+    reader.start()
+    for path in (link, pipe):
+        ensure_writable(path)
+        write_json(path, {"a": 1})
+    reader.join(10)
+    assert link.is_symlink() and json.loads(real.read_text()) == {"a": 1}
+    assert pipe.is_fifo() and json.loads(read[0]) == {"a": 1}
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["link.json", "pipe", "real.json"]
 
 
 def test_tables_align_numbers_to_the_right():

@@ -216,6 +216,10 @@ BLAMED: dict[str, tuple[dict[str, Any], str]] = {
     "no such tool among those allowed": ({"tools": [CLOCK], **allowed("auto", "clock", "x")}, "tool_choice"),
     "no tool allowed": ({"tools": [CLOCK], **allowed("required")}, "tool_choice"),
     "allowed in no known mode": ({"tools": [CLOCK], **allowed("none", "clock")}, "tool_choice"),
+    "a schema that nothing satisfies": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format"
+    ),
+    "half of a character": ({"prediction": {"type": "content", "content": "\ud800"}}, "prediction"),
     "allowed, but not which": ({"tools": [CLOCK], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
 }
 

@@ -3,8 +3,9 @@
 import asyncio
 import gc
 import json
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, ValidationError, model_validator
@@ -15,7 +16,10 @@ from draftsmith.serving.errors import ApiError, bad
 from draftsmith.serving.settings import Settings
 from draftsmith.serving.thread import BoundedThread
 
+_NAMED_CLASS = re.compile(r"a valid dictionary or instance of \w+")
 MOST_DEPTH = 128
+THROWN_AWAY_S, THROWN_AWAY_BYTES = 2.0, 1 << 26
+"""For so long, and so much, of a body that is too large is read and thrown away."""
 SMALL_BYTES = 1 << 16
 """A body of at most so many bytes is read sooner than another thread takes it over."""
 SHOWN = 40
@@ -133,6 +137,8 @@ async def read_bytes(request: Request, settings: Settings) -> bytes:
     """Return the body as it came."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > settings.max_body_bytes:
+        if "expect" not in request.headers:
+            await _throw_away(request)
         raise _too_large(settings)
     pieces, size = [], 0
     try:
@@ -149,20 +155,33 @@ async def read_bytes(request: Request, settings: Settings) -> bytes:
     return b"".join(pieces)
 
 
+async def _throw_away(request: Request) -> None:
+    """Read what a client is sending in any case, for a moment: closed before, the connection would break its answer."""
+    size = 0
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(THROWN_AWAY_S):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > THROWN_AWAY_BYTES:
+                    return
+
+
 def parse(body: bytes) -> Any:
     """Return the value of a JSON text; ApiError for anything else, and for a value that is nested too deeply."""
     try:
         value = json.loads(body, parse_constant=_refuse)
     except RecursionError:
         raise _too_deep() from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise bad(f"the body is not JSON ({error}).") from None
+    except ValueError:  # Python refuses to read whole numbers of thousands of digits
+        raise bad("the body has a whole number with too many digits; shorten it.") from None
     _check_depth(value)
     return value
 
 
 def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is no number")
+    raise bad(f"the body is not JSON ({word} is no number).")
 
 
 def _check_depth(value: Any) -> None:
@@ -189,13 +208,14 @@ def in_one_sentence(error: ValidationError) -> ApiError:
     """Return one mistake of a body: the one deepest in it, the first of several."""
     # Where a union has alternatives, the mistake that is deepest in the value says most.
     first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
+    said = _NAMED_CLASS.sub("a JSON object", first["msg"])
     place = ".".join(str(part) for part in first["loc"] if _is_name(part))
     where = f"{place}: " if place else "the body: "
     # Sentences of ours say what is wrong with a value; those of pydantic say what it should be.
     given = first["input"] if first["msg"].startswith("Input should be") else None
     shown = given[:SHOWN] if isinstance(given, str) else given
     told = f", and not {json.dumps(shown)[:SHOWN]}" if isinstance(shown, str | int | float) else ""
-    return bad(f"{where}{first['msg']}{told}.", param=place.split(".")[0] or None)
+    return bad(f"{where}{said}{told}.", param=place.split(".")[0] or None)
 
 
 def _is_name(part: int | str) -> bool:

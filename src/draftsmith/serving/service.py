@@ -8,6 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from draftsmith.constraints import UnmetError
 from draftsmith.drafters.base import Drafter
 from draftsmith.engine import AsyncEngine, Chunk, ClosedError, Engine
 from draftsmith.serving.body import Bodies
@@ -114,7 +115,8 @@ class Service:
             raise ApiError(503, "the server is about to end; ask another one.", retry_after=WAIT_S)
         # A request that is alone may be larger than the queue.
         if self.inside and self.inside + texts > self.most:
-            raise full(f"it has room for {self.most} texts, {self.inside} are in, and this request has {texts}")
+            more = f", and this request has {texts}" if texts > 1 else ""
+            raise full(f"it has room for {self.most} texts, and {self.inside} are in{more}")
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError for a model that is not served."""
@@ -205,7 +207,8 @@ class Service:
                     raise ApiError(503, "the server ended before this text did; ask another one.") from error
                 raise ApiError(503, "the engine has stopped; the server has to be started again.") from error
             told["failed"] = 400
-            raise from_engine(error, None if compiling is None else compiling.origin or None) from error
+            blamed = call.params.constraint if isinstance(error, UnmetError) else compiling
+            raise from_engine(error, None if blamed is None else blamed.origin or None) from error
         finally:
             self.inside -= call.texts
             if not self.inside:

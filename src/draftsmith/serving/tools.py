@@ -4,6 +4,7 @@ Where a request requires a call, the answer is a JSON list of calls, whatever fo
 decides, it writes calls in the form it has learnt; only calls between `<tool_call>` and `</tool_call>` are read.
 """
 
+import json
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +57,9 @@ def choice_of(fields: ChatFields) -> Choice:
     most = 1 if fields.parallel_tool_calls is False else None
     if not isinstance(asked, dict):
         return Choice(tools, asked == "required", most)
+    if asked.get("type", "function") not in ("function", "allowed_tools"):
+        told = json.dumps(asked["type"])[:40]
+        raise bad(f'tool_choice is of the type {told}; use "function" or "allowed_tools".', "tool_choice")
     if asked.get("type") != "allowed_tools":
         function = asked.get("function")
         name = function.get("name") if isinstance(function, dict) else None

@@ -122,6 +122,10 @@ def test_neutral_values_of_what_is_refused_change_nothing(plain: WrappedModel):
         ({"input_ids": torch.tensor([[1]]), "seed": -1}, "seed is -1"),
         ({"input_ids": torch.tensor([[1]]), "seed": 0.5}, "seed is 0.5"),
         ({"input_ids": torch.tensor([[1]]), "stop_strings": ["a", ""]}, "stop_strings is .*none of them empty"),
+        ({"input_ids": torch.tensor([[1]]), "stop_strings": ""}, "stop_strings is .*none of them empty"),
+        ({"input_ids": torch.tensor([[True]])}, "input_ids is of shape .* and torch.bool; give token ids"),
+        ({"input_ids": torch.tensor([[1]]), "position_ids": torch.tensor([[0]])}, "position_ids is .*; leave it out"),
+        ({"inputs_embeds": torch.zeros(1, 1, 4)}, "inputs_embeds is a Tensor.*; give input_ids"),
         ({"input_ids": torch.tensor([[1]]), "max_new_token": 9}, "max_new_token is 9.*fix its spelling"),
     ],
 )

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from draftsmith.constraints import NAMES, TooHardError, check_constraint
+from draftsmith.constraints import NAMES, TooHardError, UnmetError, check_constraint
 from draftsmith.engine.requests.guide import SLOW, Guide
 from draftsmith.grammar_process import compile_with
 from draftsmith.targets import Target
@@ -86,7 +86,7 @@ class Grammars:
         if guide.error == SLOW:
             raise DraftsmithError(f"a request was refused, because {SLOW}")
         if guide.is_over:
-            raise DraftsmithError(
+            raise UnmetError(
                 f"{NAMES[params.constraint.kind]} allows none of the tokens of {self._target.name} to begin with; "
                 "change it."
             )

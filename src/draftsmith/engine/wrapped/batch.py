@@ -15,6 +15,8 @@ from draftsmith.engine.requests.request import Request
 from draftsmith.engine.wrapped.rules import GenerateRules
 from draftsmith.types import DraftsmithError
 
+_WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+"""What token ids may be stored as."""
 
 @dataclass(frozen=True)
 class Batch:
@@ -50,7 +52,7 @@ def read_batch(ids: Tensor | None, mask: Tensor | None, rules: GenerateRules, de
         if rules.bos is None:
             raise DraftsmithError("there is neither inputs nor a bos_token_id to begin with; give input_ids.")
         ids = torch.tensor([[rules.bos]], device=device)
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.numel() == 0:
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in _WHOLE or ids.numel() == 0:
         shape = f"of shape {tuple(ids.shape)} and {ids.dtype}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
         raise DraftsmithError(f'input_ids is {shape}; give token ids (batch, length), as return_tensors="pt" makes.')
     if mask is None:

@@ -55,6 +55,10 @@ _HONOURED = {
     "renormalize_logits", "eos_token_id", "pad_token_id", "bos_token_id", "num_return_sequences", "stop_strings",
     "return_dict_in_generate", "output_scores", "output_logits",
 }
+# Inputs of models, which transformers passes on to them.
+_FIXES = {"inputs_embeds": "give input_ids and leave it out"} | dict.fromkeys(
+    ("position_ids", "past_key_values", "token_type_ids", "logits_to_keep"), "leave it out"
+)
 # How transformers computes, settings that only its beams and assistants read, and where a configuration comes from.
 _WITHOUT_EFFECT = {
     "use_cache", "cache_config", "max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size",
@@ -173,7 +177,7 @@ def read_rules(
     known = vars(GenerationConfig()).keys() | settings.keys()
     for name, value in arguments.items():
         if name not in known and value is not None:
-            raise refusal(name, value, "fix its spelling or leave it out")
+            raise refusal(name, value, _FIXES.get(name, "fix its spelling or leave it out"))
     lengths = {name: settings.get(name) for name in ("max_length", "max_new_tokens") if arguments.get(name) is None}
     # An argument of None switches a setting off, except that a length of None falls back on the configurations.
     settings |= {**arguments, **lengths}
@@ -223,8 +227,8 @@ def _rules_of(settings: Mapping[str, Any]) -> GenerateRules:
         raise DraftsmithError(
             f"num_return_sequences is {copies}, but greedy text is the same every time; use 1, or do_sample=True."
         )
-    stop = settings.get("stop_strings") or ()
-    stop_strings = (stop,) if isinstance(stop, str) else stop
+    stop = settings.get("stop_strings")
+    stop_strings = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(stop_strings, (list, tuple)) or not all(isinstance(one, str) and one for one in stop_strings):
         raise DraftsmithError(f"stop_strings is {stop!r}; it must be a string or several, none of them empty.")
     eos = _end_tokens(settings.get("eos_token_id"))

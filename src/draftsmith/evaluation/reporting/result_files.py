@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.files import replace_text, replacing
+from draftsmith.files import is_special, replace_text, replacing
 from draftsmith.types import DraftsmithError
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ def ensure_writable(path: Path) -> None:
     """Raise DraftsmithError unless a file can be written at `path`; missing folders are made."""
     if path.is_dir():
         raise DraftsmithError(f"{path} is a folder; name a file in it.")
-    ensure_folder(path.parent)
+    if not is_special(path):
+        ensure_folder(path.resolve().parent)
 
 
 def ensure_folder(folder: Path) -> None:
