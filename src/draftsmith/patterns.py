@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from draftsmith.types import DraftsmithError
 
@@ -17,7 +18,9 @@ _TOKEN = re.compile(
 )
 """An escape, a class, the beginning of a group, a count, or any other character."""
 _GROUP = re.compile(r"\((\?(:|P?<\w+>))?")
+"""The beginnings of groups that are kept: `(`, `(?:`, and those with a name."""
 _NOT_ASCII = re.compile(r"\\?[^\x00-\x7f]")
+"""A character that is not ASCII, with the backslash before it if there is one, which means nothing."""
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _KNOWN_ESCAPES = frozenset("dDwWsStnrfvaexucb")
 """Letters that mean something behind a backslash, in a class and outside."""
@@ -73,10 +76,10 @@ def in_json(tokens: Sequence[str]) -> str:
     What is not ASCII it reads by rules that know nothing of JSON, unless it is written as an escape. And of a group
     that may be left out, it would accept a beginning, if the group begins with a repetition.
     """
-    told = list[str]()
-    for before, token in zip(["", *tokens], tokens, strict=False):
-        told.append("{0,1}" if token == "?" and before == ")" else _NOT_ASCII.sub(_escape, token))
-    return "".join(told)
+    return "".join(
+        "{0,1}" if token == "?" and before == ")" else _NOT_ASCII.sub(_escape, token)
+        for before, token in pairwise(["", *tokens])
+    )
 
 
 def _escape(found: re.Match[str]) -> str:
@@ -87,7 +90,7 @@ def _escape(found: re.Match[str]) -> str:
 def check_in_json(tokens: Sequence[str], name: str) -> None:
     """Raise DraftsmithError if all that a pattern matches has characters that a JSON string has to escape."""
     groups = [_Branches()]
-    for token, behind in zip(tokens, [*tokens, ""][1:], strict=True):
+    for token, behind in pairwise([*tokens, ""]):
         if token[0] == "(":
             groups.append(_Branches())
         elif token == "|":
@@ -166,7 +169,7 @@ def _is_misplaced(tokens: Iterable[str], anchor: str, opening: str) -> bool:
 def _repeats_anchors(tokens: list[str]) -> bool:
     """Say whether a group with an anchor in it may come more than once."""
     groups = [False]
-    for token, behind in zip(tokens, [*tokens, ""][1:], strict=True):
+    for token, behind in pairwise([*tokens, ""]):
         if token[0] == "(":
             groups.append(False)
         elif token in ("^", "$"):

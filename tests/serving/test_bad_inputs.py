@@ -98,13 +98,9 @@ CASES: dict[str, tuple[str, Any, int]] = {
         CHAT, {"messages": HI, "tools": [{"type": "function", "function": {"name": "f"}}],
                "tool_choice": {"type": "banana", "function": {"name": "f"}}}, 400,
     ),
-    "half of a character as a prediction": (
-        COMPLETION, '{"prompt": "x", "prediction": {"type": "content", "content": "\\ud800"}}', 400
-    ),
     "a pattern that ends in a backslash": (
         COMPLETION, {"prompt": "x", "structured_outputs": {"json": {"type": "string", "pattern": "a\\"}}}, 400
     ),
-    "a list": (COMPLETION, "[]", 400),
     "a picture": (CHAT, {"messages": [{"role": "user", "content": [
         {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]}, 400),
     "a role that there is not": (CHAT, {"messages": [{"role": "root", "content": "x"}]}, 400),

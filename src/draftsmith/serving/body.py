@@ -17,6 +17,7 @@ from draftsmith.serving.settings import Settings
 from draftsmith.serving.thread import BoundedThread
 
 _NAMED_CLASS = re.compile(r"a valid dictionary or instance of \w+")
+"""What pydantic calls a JSON object, in which a class of ours means nothing to a client."""
 MOST_DEPTH = 128
 THROWN_AWAY_S, THROWN_AWAY_BYTES = 2.0, 1 << 26
 """For so long, and so much, of a body that is too large is read and thrown away."""

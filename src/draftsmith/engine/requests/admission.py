@@ -69,13 +69,13 @@ def _predicted_tokens(rules: SamplingParams, number: int, target: Target) -> lis
             rules.prediction.encode()
         except UnicodeEncodeError as error:
             raise DraftsmithError(
-                f"prediction {number} has half of a character at {error.start}; fix the text."
+                f"prediction of prompt {number} has half of a character at {error.start}; fix the text."
             ) from error
         return continuation_ids(target.tokenizer, rules.prediction)
     wrong = next((token for token in rules.prediction if not 0 <= token < target.vocab_size), None)
     if wrong is not None:
         raise DraftsmithError(
-            f"prediction {number} has token {wrong}, but the model's tokens go from 0 to "
+            f"prediction of prompt {number} has token {wrong}, but the model's tokens go from 0 to "
             f"{target.vocab_size - 1}; use ids in this range."
         )
     return list(rules.prediction)

@@ -18,6 +18,7 @@ from draftsmith.types import DraftsmithError
 _WHOLE = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 """What token ids may be stored as."""
 
+
 @dataclass(frozen=True)
 class Batch:
     """Prompts with and without their padding.

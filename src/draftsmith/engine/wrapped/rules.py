@@ -55,7 +55,7 @@ _HONOURED = {
     "renormalize_logits", "eos_token_id", "pad_token_id", "bos_token_id", "num_return_sequences", "stop_strings",
     "return_dict_in_generate", "output_scores", "output_logits",
 }
-# Inputs of models, which transformers passes on to them.
+# What to do about inputs of models, which transformers passes on to them.
 _FIXES = {"inputs_embeds": "give input_ids and leave it out"} | dict.fromkeys(
     ("position_ids", "past_key_values", "token_type_ids", "logits_to_keep"), "leave it out"
 )
