@@ -93,7 +93,7 @@ std::tuple<Tensor, Tensor> Decoder::forward(const Tensor& tokens, const std::opt
   const Buffers b = prepare(pass, threads);
   bf16* out_logits = mutable_bits(logits);
   bf16* out_features = mutable_bits(features);
-  run_team(threads, [&](const Team& team) { score(team, pass, read(team, pass, b, out_features), b, out_logits); });
+  run_team(threads, [&](const Team& team) { score_nodes(team, pass, read(team, pass, b, out_features), b, out_logits); });
   return {logits, features};
 }
 
@@ -124,6 +124,10 @@ Decoder::Buffers Decoder::prepare(const Pass& pass, int64_t threads) {
   rooms_.resize(threads);
   for (Quantised& room : rooms_) room.reserve(rows, most_inputs_);
   b.rooms = rooms_.data();
+  const auto groups = [rows](int64_t inputs) { return (rows + near_rows(inputs) - 1) / near_rows(inputs); };
+  const bool by_heads = rows <= kChunkRows && s.head_width % kPanel == 0 && s.key_heads >= threads;
+  b.jobs = {by_heads, s.layers, groups(s.width), groups(inside), groups(s.inner)};
+  pieces_.reserve(b.jobs.all(), threads), b.pieces = &pieces_;
   return b;
 }
 

@@ -84,12 +84,29 @@ class Decoder : public Object {
     int64_t window = 0;  // 0 for none
   };
 
+  // The numbers of the jobs of a pass that are taken piece by piece. A product has one for every group of near rows.
+  struct Jobs {
+    bool by_heads = false;  // whether a thread that takes a key head also projects what it reads
+    int64_t layers = 0, width_groups = 0, out_groups = 0, inner_groups = 0;
+
+    int64_t of_layer() const { return 1 + (by_heads ? 1 : 4) * width_groups + out_groups + inner_groups; }
+    int64_t attend(int64_t layer) const { return layer * of_layer(); }
+    int64_t out(int64_t layer) const { return attend(layer) + 1; }
+    int64_t down(int64_t layer) const { return out(layer) + out_groups; }
+    int64_t gate(int64_t layer) const { return down(layer) + inner_groups; }
+    int64_t project(int64_t layer, int64_t which) const { return gate(layer) + (1 + which) * width_groups; }
+    int64_t head() const { return layers * of_layer(); }
+    int64_t all() const { return head() + width_groups; }
+  };
+
   // Rows of normed, mixed, inner and wanted lie apart by the strides below, all others one right after the other.
   struct Buffers {
     bf16 *hidden, *normed, *query, *key, *mixed, *inner, *wanted;
     float *cosines, *sines, *private_floats;
     int64_t private_size;
     Quantised* rooms;  // one for each thread
+    Pieces* pieces;
+    Jobs jobs;
   };
 
   Linear linear(size_t index, int64_t outputs, int64_t inputs) const;
@@ -98,7 +115,7 @@ class Decoder : public Object {
   // How many nodes of a row attend together.
   int64_t task_nodes() const { return std::max<int64_t>(1, kMostQueries / (shape_.heads / shape_.key_heads)); }
 
-  // Reads the roots of rows, then what choose(team, level, states, room, chosen) chooses for every row, and so on.
+  // Reads the roots of rows, then what choose(team, level, buffers, states, chosen) chooses for every row, and so on.
   template <class Choose>
   void follow(const Tensor& guesses, const Tensor& others, const Tensor& roots, const Tensor& cached, const Tensors& keys,
               const Tensors& values, const std::optional<Tensor>& tables, const std::optional<Tensor>& slots,
@@ -109,19 +126,32 @@ class Decoder : public Object {
   const bf16* read(const Team& team, const Pass& pass, const Buffers& b, bf16* features) const;
   // Returns the states of all rows, normed: by every thread for itself where they are few.
   const bf16* norm_rows(const Team& team, const bf16* weight, int64_t rows, const Buffers& b) const;
+  template <class Multiply>
+  void project_each(const Pass& pass, const Layer& layer, size_t index, const Buffers& b, const Multiply& multiply) const;
   void project(const Team& team, const Pass& pass, const Layer& layer, size_t index, const bf16* normed,
                const Buffers& b) const;
-  void rotate(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const;
-  void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, bool owns_heads,
+  void rotate(const Pass& pass, const Layer& layer, size_t index, int64_t first_key, int64_t last_key,
               const Buffers& b) const;
+  void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const;
+  void attend_by_heads(const Team& team, const Pass& pass, const Layer& layer, size_t index, const bf16* normed,
+                       const Buffers& b) const;
   // The nodes of a row from `node` on, as many as attend together, over one key head.
   void attend_some(const Team& team, const Pass& pass, const Layer& layer, size_t index, int64_t row,
                    int64_t node, int64_t head, const Buffers& b) const;
-  void add(const Team& team, const Linear& layer, const bf16* from, int64_t stride, int64_t rows, const Buffers& b,
-           const void* ahead) const;
-  void gate(const Team& team, const Layer& layer, const bf16* normed, const Buffers& b, int64_t rows) const;
+  void deal(const Team& team, const Buffers& b) const;
+  void add(const Team& team, const Linear& layer, Factors factors, int64_t rows, const Buffers& b, const void* ahead,
+           int64_t job) const;
+  void gate(const Team& team, const Layer& layer, const bf16* normed, const Buffers& b, int64_t rows, int64_t job) const;
   void tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, int64_t stride, bf16* features) const;
-  void score(const Team& team, const Pass& pass, const bf16* normed, const Buffers& b, bf16* logits) const;
+  // Logits of states behind the last norm, to store(row, first token, count, values): once for every pass.
+  template <class Store>
+  void score(const Team& team, const Buffers& b, const bf16* states, int64_t rows, const Store& store) const {
+    Quantised& room = b.rooms[team.index];
+    if (head_.rounds()) room.take(head_, states, normed_stride_, rows);
+    multiply_pieces(team, head_, {states, normed_stride_, &room, 0}, rows, store, layers_.front().query.begin(team),
+                    *b.pieces, b.jobs.head());
+  }
+  void score_nodes(const Team& team, const Pass& pass, const bf16* normed, const Buffers& b, bf16* logits) const;
 
   Tensor embedding_;
   Tensors weights_, scales_, sums_, biases_, norms_, head_norms_;
@@ -135,6 +165,7 @@ class Decoder : public Object {
   Scratch<bf16> hidden_, normed_, query_, key_, mixed_, inner_, wanted_;
   Scratch<float> cosines_, sines_, private_floats_;
   std::vector<Quantised> rooms_;
+  Pieces pieces_;
   std::vector<std::pair<int64_t, int64_t>> tasks_;  // row and first node of the nodes that attend together
   int64_t most_inputs_ = 0;  // of any layer
 };

@@ -22,7 +22,7 @@ constexpr double kWorthIt = 0.15;  // the least chance of a token beside a chain
 constexpr double kSpreads = 4;     // a choice that leads by so many times the spread is certain
 constexpr double kFarthest = 69;   // a share whose logarithm is further below that of the largest counts as none
 
-// The best two scores of each row that each thread has seen in its part.
+// The best two scores of each row that each thread has seen, in any order.
 class BestTwo {
  public:
   BestTwo(int64_t threads, int64_t batch) : batch_(batch), found_(2 * threads * batch, kNothing) {}
@@ -32,7 +32,7 @@ class BestTwo {
   // Takes in scores from `first` on, rounded, of which `most` is the largest.
   void offer_all(const Team& team, int64_t row, const float* scores, int64_t count, float most, int64_t first) {
     Best* mine = of(team.index, row);
-    if (!(most > mine[1].score)) return;
+    if (!(most >= mine[1].score)) return;  // of equals, an earlier one may come later
     for (int64_t i = 0; i < count; ++i) offer(mine, 2, scores[i], first + i);
   }
 
@@ -81,7 +81,7 @@ void Decoder::follow(const Tensor& guesses, const Tensor& others, const Tensor& 
   bool goes_on = true;
   run_team(threads, [&](const Team& team) {
     for (int64_t level = 0; level < depth && goes_on; ++level) {
-      choose(team, level, read(team, pass, b, nullptr), b.rooms[team.index], chosen.data());
+      choose(team, level, b, read(team, pass, b, nullptr), chosen.data());
       if (team.index == 0) {
         goes_on = false;
         for (int64_t r = 0; r < batch; ++r) {
@@ -112,14 +112,13 @@ std::tuple<Tensor, Tensor> Decoder::guess(const Tensor& roots, const Tensor& cac
   Tensor guesses = empty({batch, depth}, kLong), others = empty({batch, depth}, kLong);
   if (batch == 0) return {guesses, others};
   BestTwo found(get_num_threads(), batch);
-  const auto choose = [&](const Team& team, int64_t, const bf16* states, Quantised& room, Chosen* chosen) {
+  const auto choose = [&](const Team& team, int64_t, const Buffers& b, const bf16* states, Chosen* chosen) {
     found.begin(team);
-    multiply(team, head_, states, normed_stride_, batch,
-             [&](int64_t r, int64_t n, int64_t count, const float* scores) {
-               float rounded[kChunk];
-               const float most = kernels().round_row(scores, count, rounded);
-               found.offer_all(team, r, rounded, count, most, n);
-             }, room, layers_.front().query.begin(team));
+    score(team, b, states, batch, [&](int64_t r, int64_t n, int64_t count, const float* scores) {
+      float rounded[kChunk];
+      const float most = kernels().round_row(scores, count, rounded);
+      found.offer_all(team, r, rounded, count, most, n);
+    });
     team.barrier();
     if (team.index > 0) return;
     for (int64_t r = 0; r < batch; ++r) {
@@ -155,7 +154,7 @@ std::tuple<Tensor, Tensor, Tensor> Decoder::draw(
   std::vector<float> highest(get_num_threads() * batch), rough(batch * stretches);
   std::vector<double> sums(batch * stretches);
   BestTwo found(get_num_threads(), batch);  // of rows without noise, if they may end early
-  const auto choose = [&](const Team& team, int64_t level, const bf16* states, Quantised& room, Chosen* chosen) {
+  const auto choose = [&](const Team& team, int64_t level, const Buffers& b, const bf16* states, Chosen* chosen) {
     const auto shares = [&](int64_t r) {
       return Shares{q + (r * kept + (races ? 0 : level)) * vocabulary, vocabulary, temperature[r],
                     rough.data() + r * stretches, sums.data() + r * stretches};
@@ -163,13 +162,12 @@ std::tuple<Tensor, Tensor, Tensor> Decoder::draw(
     float* mine = highest.data() + team.index * batch;
     std::fill_n(mine, batch, kNothing.score);
     found.begin(team);
-    multiply(team, head_, states, normed_stride_, batch,
-             [&](int64_t r, int64_t n, int64_t count, const float* scores) {
-               float* rounded = shares(r).q + n;
-               const float most = kernels().round_row(scores, count, rounded);
-               mine[r] = std::max(mine[r], most);
-               if (bound.least > 0 && temperature[r] <= kNoNoise) found.offer_all(team, r, rounded, count, most, n);
-             }, room, layers_.front().query.begin(team));
+    score(team, b, states, batch, [&](int64_t r, int64_t n, int64_t count, const float* scores) {
+      float* rounded = shares(r).q + n;
+      const float most = kernels().round_row(scores, count, rounded);
+      mine[r] = std::max(mine[r], most);
+      if (bound.least > 0 && temperature[r] <= kNoNoise) found.offer_all(team, r, rounded, count, most, n);
+    });
     settle(team, batch, vocabulary, highest.data(), shares);
     const auto [own, end] = team.share(batch);
     for (int64_t r = own; r < end; ++r) {

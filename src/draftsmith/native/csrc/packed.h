@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "pieces.h"
 #include "team.h"
 #include "pytorch.h"
 
@@ -140,49 +141,81 @@ inline int64_t near_rows(int64_t inputs) {
   return std::max<int64_t>(1, kBytes / (inputs * 2 * kChunkRows)) * kChunkRows;
 }
 
-// Multiplies rows of x by this thread's share of the panels, and hands stretches of the result to
-// store(row, first output, count, values); results carry the bias. A layer that rounds reads the rows from `taken`,
-// from its row `taken_row` on, in the place of x. `ahead` is as in kernels.h.
+// What is multiplied: rows of x, or, by a layer that rounds, the rows `taken` from its row `taken_row` on.
+struct Factors {
+  const bf16* x;
+  int64_t x_stride;
+  const Quantised* taken;
+  int64_t taken_row;
+};
+
+// Multiplies the rows first … last - 1 by some panels, at most kChunkPanels, and hands stretches of the result to
+// store(row, first output, count, values); results carry the bias. `ahead` is as in kernels.h.
+template <class Store>
+void multiply_panels(const Linear& layer, int64_t panel, int64_t panels, const Factors& factors, int64_t first, int64_t last,
+                     const Store& store, const void* ahead) {
+  alignas(64) float results[kChunkRows * kChunk];
+  alignas(64) int32_t sums[kChunkRows * kChunk];
+  const Linear part = layer.stretch(panel, panels);
+  const void* next = ahead;
+  for (int64_t row = first; row < last; row += kChunkRows) {
+    const int64_t some = std::min(kChunkRows, last - row);
+    if (row > first) next = nullptr;  // these weights are near now, and the first rows have fetched what comes next
+    const int64_t taken_row = factors.taken_row + row;
+    const Quantised* taken = factors.taken;
+    if (!layer.rounds()) {
+      kernels().gemm(factors.x + row * factors.x_stride, factors.x_stride, some, part.data, layer.pairs(), panels, next,
+                     results, kChunk);
+    } else if (layer.nibbles != nullptr) {
+      const int64_t at = taken_row * layer.groups();
+      const GroupedRows grouped{taken->values.data() + at * kGroup, taken->scales.data() + at, taken->minus.data() + at};
+      kernels().gemm_int4(grouped, some, part.nibbles, layer.groups(), panels, next, results, kChunk);
+    } else {
+      const int64_t width = layer.quads() * 4;
+      kernels().gemm_int8(taken->values.data() + taken_row * width, width, some, part.quantised, part.sums, layer.quads(),
+                          panels, next, sums, kChunk);
+      for (int64_t r = 0; r < some; ++r)
+        for (int64_t n = 0; n < panels * kPanel; ++n)
+          results[r * kChunk + n] =
+              static_cast<float>(sums[r * kChunk + n]) * (taken->scales[taken_row + r] * part.scales[n]);
+    }
+    for (int64_t r = 0; r < some; ++r) {
+      float* values = results + r * kChunk;
+      if (part.bias != nullptr)
+        for (int64_t n = 0; n < part.outputs; ++n) values[n] += part.bias[n];
+      store(row + r, panel * kPanel, part.outputs, values);
+    }
+  }
+}
+
+// Multiplies rows by this thread's share of the panels.
 template <class Store>
 void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
                     const Store& store, const Quantised* taken, int64_t taken_row, const void* ahead) {
-  alignas(64) float results[kChunkRows * kChunk];
-  alignas(64) int32_t sums[kChunkRows * kChunk];
   const auto [from, to] = team.share(layer.panels);
   const int64_t many = near_rows(layer.inputs);
   for (int64_t group = 0; group < rows; group += many)
     for (int64_t panel = from; panel < to; panel += kChunkPanels) {
-      const int64_t panels = std::min(kChunkPanels, to - panel), first = panel * kPanel;
-      const Linear part = layer.stretch(panel, panels);
+      const int64_t panels = std::min(kChunkPanels, to - panel);
       const void* next = ahead;
       if (ahead != nullptr && panel + panels < to) next = layer.panel(panel + panels);
       if (ahead != nullptr && panel + panels == to && group + many < rows) next = layer.panel(from);
-      for (int64_t row = group; row < std::min(group + many, rows); row += kChunkRows) {
-        const int64_t some = std::min(kChunkRows, rows - row);
-        if (row > group) next = nullptr;  // these weights are near now, and the first rows have fetched what comes next
-        if (!layer.rounds()) {
-          kernels().gemm(x + row * x_stride, x_stride, some, part.data, layer.pairs(), panels, next, results,
-                         kChunk);
-        } else if (layer.nibbles != nullptr) {
-          const int64_t at = (taken_row + row) * layer.groups();
-          const GroupedRows grouped{taken->values.data() + at * kGroup, taken->scales.data() + at, taken->minus.data() + at};
-          kernels().gemm_int4(grouped, some, part.nibbles, layer.groups(), panels, next, results, kChunk);
-        } else {
-          const int64_t width = layer.quads() * 4, at = taken_row + row;
-          kernels().gemm_int8(taken->values.data() + at * width, width, some, part.quantised, part.sums, layer.quads(),
-                              panels, next, sums, kChunk);
-          for (int64_t r = 0; r < some; ++r)
-            for (int64_t n = 0; n < panels * kPanel; ++n)
-              results[r * kChunk + n] =
-                  static_cast<float>(sums[r * kChunk + n]) * (taken->scales[at + r] * part.scales[n]);
-        }
-        for (int64_t r = 0; r < some; ++r) {
-          float* values = results + r * kChunk;
-          if (part.bias != nullptr)
-            for (int64_t n = 0; n < part.outputs; ++n) values[n] += part.bias[n];
-          store(row + r, first, part.outputs, values);
-        }
-      }
+      multiply_panels(layer, panel, panels, {x, x_stride, taken, taken_row}, group, std::min(group + many, rows), store, next);
+    }
+}
+
+// The same, panels being taken piece by piece: as many jobs as there are groups of near rows, from `job` on.
+template <class Store>
+void multiply_pieces(const Team& team, const Linear& layer, const Factors& factors, int64_t rows, const Store& store,
+                     const void* ahead, Pieces& pieces, int64_t job) {
+  const int64_t many = near_rows(layer.inputs), groups = (rows + many - 1) / many;
+  for (int64_t group = 0; group < groups; ++group)
+    for (;;) {
+      const auto [panel, end] = pieces.take(team, job + group, kChunkPanels);
+      if (panel == end) break;
+      const auto [own, own_end] = team.share(layer.panels);
+      const void* next = own <= panel && end < own_end ? layer.panel(end) : group + 1 < groups ? layer.panel(own) : ahead;
+      multiply_panels(layer, panel, end - panel, factors, group * many, std::min((group + 1) * many, rows), store, next);
     }
 }
 
