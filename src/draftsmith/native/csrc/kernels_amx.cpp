@@ -25,8 +25,6 @@ namespace {
 constexpr int64_t kTile = 16;   // rows of a tile, and lines of weights
 constexpr int64_t kBlock = 32;  // rows that are multiplied together, as two tiles
 constexpr int64_t kAhead = 32;  // lines of a panel between what is multiplied and what is fetched
-constexpr int64_t kNear = 8 * kTile;   // lines of a panel that stay in the nearest cache, with others and their rows
-constexpr int64_t kApart = 2 * kTile;  // lines of a panel that are multiplied behind those of the panel beside it
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -89,10 +87,7 @@ struct Product {
     }
     const char* last = kTwoPanels ? w + panel : w;
     const int64_t whole = lines / kTile * kTile;
-    // The last steps of a long panel are taken panel by panel, so that work lies between what is stored: behind products
-    // that read the second-level cache, four tiles one right after the other took 300 ns, and two and two 90.
-    const int64_t together = kTwoBlocks && kTwoPanels && lines > kNear ? whole - kApart : whole;
-    for (int64_t k = 0; k < together; k += kTile) {
+    for (int64_t k = 0; k < whole; k += kTile) {
       if (next != nullptr) {
         // Few rows wait for the memory alone, and it is quicker where what follows the first panel is left to it.
         if constexpr (kTwoPanels) kTwoBlocks ? fetch_ahead(w, next, k) : fetch(w + (k + kAhead) * kLineBytes);
@@ -100,16 +95,11 @@ struct Product {
       }
       step<kTwoBlocks, kTwoPanels>(above + 4 * k, below + 4 * k, x_stride, w + k * kLineBytes, last + k * kLineBytes);
     }
-    alignas(64) char few_rows[kBlock * kLineBytes];
-    if (whole < lines) {
-      __builtin_memset(few_rows, 0, sizeof few_rows);
-      for (int64_t r = 0; r < rows; ++r)
-        __builtin_memcpy(few_rows + r * kLineBytes, above + r * x_stride + 4 * whole, 4 * (lines - whole));
-    }
-    finish<0, kTwoBlocks>(above, below, w, next, together, few_rows, to, to_below);
-    if constexpr (kTwoPanels)
-      finish<1, kTwoBlocks>(above, below, last, next == nullptr ? next : next + panel, together, few_rows,
-                            to + kLineBytes, to_below + kLineBytes);
+    if (whole < lines) finish<kTwoBlocks, kTwoPanels>(above, rows, w, last, whole);
+    store_tile<0>(to, y_stride);
+    if constexpr (kTwoBlocks) store_tile<2>(to_below, y_stride);
+    if constexpr (kTwoPanels) store_tile<1>(to + kLineBytes, y_stride);
+    if constexpr (kTwoBlocks && kTwoPanels) store_tile<3>(to_below + kLineBytes, y_stride);
   }
 
   // Up to sixteen rows by four panels, without fetching: more sums at a time, where nobody waits for the memory.
@@ -165,24 +155,17 @@ struct Product {
     fetch(soon < lines ? w + soon * kLineBytes : next + (soon - lines) * kLineBytes);
   }
 
-  // The lines of one panel from `from` on, and what is left of less than a tile, in the first columns of `few_rows`, which
-  // are filled up with zeros; then its sums are stored.
-  template <int kNumber, bool kTwoBlocks>
-  void finish(const char* above, const char* below, const char* w, const char* next, int64_t from,
-              const char* few_rows, char* to, char* to_below) const {
-    int64_t k = from;
-    for (; k + kTile <= lines; k += kTile) {
-      if (next != nullptr) fetch_ahead(w, next, k);
-      step_panel<kNumber, kTwoBlocks>(above + 4 * k, below + 4 * k, x_stride, w + k * kLineBytes);
-    }
-    if (k < lines) {
-      alignas(64) char few_lines[kTile * kLineBytes] = {};
-      __builtin_memcpy(few_lines, w + k * kLineBytes, (lines - k) * kLineBytes);
-      tiles_will_read();
-      step_panel<kNumber, kTwoBlocks>(few_rows, few_rows + kTile * kLineBytes, kLineBytes, few_lines);
-    }
-    store_tile<kNumber>(to, y_stride);
-    if constexpr (kTwoBlocks) store_tile<2 + kNumber>(to_below, y_stride);
+  // The lines from `from` on, less than a tile of each panel: tiles are filled up with zeros.
+  template <bool kTwoBlocks, bool kTwoPanels>
+  void finish(const char* above, int64_t rows, const char* first, const char* second, int64_t from) const {
+    alignas(64) char few_rows[kBlock * kLineBytes] = {};
+    alignas(64) char few_lines[2][kTile * kLineBytes] = {};
+    for (int64_t r = 0; r < rows; ++r)
+      __builtin_memcpy(few_rows + r * kLineBytes, above + r * x_stride + 4 * from, 4 * (lines - from));
+    for (int p = 0; p < (kTwoPanels ? 2 : 1); ++p)
+      __builtin_memcpy(few_lines[p], (p == 0 ? first : second) + from * kLineBytes, (lines - from) * kLineBytes);
+    tiles_will_read();
+    step<kTwoBlocks, kTwoPanels>(few_rows, few_rows + kTile * kLineBytes, kLineBytes, few_lines[0], few_lines[1]);
   }
 
   template <int kSum, int kA, int kB>
@@ -193,18 +176,7 @@ struct Product {
       multiply_bf16_tiles<kSum, kA, kB>();
   }
 
-  // Adds sixteen lines of one panel to its sums.
-  template <int kNumber, bool kTwoBlocks>
-  static void step_panel(const char* above, const char* below, int64_t stride, const char* w) {
-    load_tile<4>(above, stride);
-    load_tile<6 + kNumber>(w, kLineBytes);
-    add<kNumber, 4, 6 + kNumber>();
-    if constexpr (kTwoBlocks) {
-      load_tile<5>(below, stride);
-      add<2 + kNumber, 5, 6 + kNumber>();
-    }
-  }
-
+  // Adds sixteen lines of every panel to the sums.
   template <bool kTwoBlocks, bool kTwoPanels>
   static void step(const char* above, const char* below, int64_t stride, const char* first, const char* second) {
     load_tile<4>(above, stride);
