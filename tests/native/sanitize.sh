@@ -33,6 +33,13 @@ link() {  # to, from
 # shellcheck disable=SC2086
 "$compiler" $sanitizers -std=c++17 -g1 -I"$source" "$here/ngrams.cpp" -o "$folder/ngrams"
 "$folder/ngrams"
+# Twice: a program is watched for what it touches, or for what its threads do at the same time.
+for watched in address,undefined thread; do
+  # shellcheck disable=SC2086
+  "$compiler" -fsanitize=$watched -fno-sanitize-recover=all -std=c++20 -g1 -pthread -I"$source" "$here/pieces.cpp" \
+    "$source/crew.cpp" -o "$folder/pieces"
+  "$folder/pieces"
+done
 # The driver is no kernel; what it allocates is watched all the same.
 compile "$here/driver.cpp" driver
 for file in "$source/dispatch.cpp" "$source"/kernels_*.cpp; do

@@ -28,7 +28,8 @@ def test_kernels_touch_only_their_buffers_and_compute_what_they_say(tmp_path: Pa
     command = ["sh", str(FOLDER / "sanitize.sh"), str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    crew, lookups, own, emulated = ended.stdout.splitlines()
+    crew, lookups, *pieces, own, emulated = ended.stdout.splitlines()
     assert lookups.endswith(" 0 failures")
     assert crew == "the crew does as it should"
+    assert pieces == 2 * ["pieces are taken once"]
     assert own.endswith(" instruction sets, 0 failures") and emulated == "1 instruction sets, 0 failures"
