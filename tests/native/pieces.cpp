@@ -57,6 +57,20 @@ std::vector<std::vector<int64_t>> work(int64_t threads, const std::vector<Job>& 
   return taken;
 }
 
+// A team that is smaller than the one that was dealt to.
+void leave_nothing() {
+  Pieces pieces;
+  pieces.reserve(1, 3);
+  pieces.deal_all(0, 30, 3);
+  std::vector<int> times(30);
+  for (const Team alone{0, 1, nullptr};;) {
+    const auto [first, last] = pieces.take(alone, 0, 8);
+    if (first == last) break;
+    for (int64_t i = first; i < last; ++i) ++times[i];
+  }
+  require(times == std::vector<int>(30, 1), "a thread that is alone takes the stretches of the others too");
+}
+
 }  // namespace
 
 int main() {
@@ -67,5 +81,6 @@ int main() {
   work(3, std::vector<Job>(50, {2, 8}));
   const auto uneven = work(2, {{512, 8}}, 1);
   require(uneven[0][0] > 2 * uneven[1][0], "who is slow takes less");
+  leave_nothing();
   std::printf("pieces are taken once\n");
 }

@@ -124,7 +124,7 @@ Decoder::Buffers Decoder::prepare(const Pass& pass, int64_t threads) {
   rooms_.resize(threads);
   for (Quantised& room : rooms_) room.reserve(rows, most_inputs_);
   b.rooms = rooms_.data();
-  const auto groups = [rows](int64_t inputs) { return (rows + near_rows(inputs) - 1) / near_rows(inputs); };
+  const auto groups = [rows](int64_t inputs) { return groups_of(rows, inputs); };
   const bool by_heads = rows <= kChunkRows && s.head_width % kPanel == 0 && s.key_heads >= threads;
   b.jobs = {by_heads, s.layers, groups(s.width), groups(inside), groups(s.inner)};
   pieces_.reserve(b.jobs.all(), threads), b.pieces = &pieces_;

@@ -215,7 +215,7 @@ void Decoder::gate(const Team& team, const Layer& layer, const bf16* normed, con
   Quantised& room = b.rooms[team.index];
   if (layer.gate.rounds()) room.take(layer.gate, normed, normed_stride_, rows);
   const Factors factors{normed, normed_stride_, &room, 0};
-  const int64_t many = near_rows(shape_.width), groups = (rows + many - 1) / many;
+  const int64_t many = near_rows(shape_.width), groups = groups_of(rows, shape_.width);
   for (int64_t group = 0; group < groups; ++group)
     for (;;) {
       const auto [panel, end] = b.pieces->take(team, job + group, kChunkPanels);

@@ -237,10 +237,17 @@ Tensor apply(const Tensor& x, const Linear& layer) {
   std::vector<Quantised> rooms(threads);
   if (layer.rounds())
     for (Quantised& room : rooms) room.reserve(rows, layer.inputs);
+  Pieces pieces;
+  const int64_t groups = groups_of(rows, layer.inputs);
+  pieces.reserve(groups, threads);
+  for (int64_t g = 0; g < groups; ++g) pieces.deal_all(g, layer.panels, threads);
   run_team(threads, [&](const Team& team) {
-    multiply(team, layer, from, stride, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
+    Quantised& room = rooms[team.index];
+    if (layer.rounds()) room.take(layer, from, stride, rows);
+    const auto store = [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, to + r * outputs + n);
-    }, rooms[team.index], layer.begin(team));
+    };
+    multiply_pieces(team, layer, {from, stride, &room, 0}, rows, store, layer.begin(team), pieces, 0);
   });
   return out;
 }

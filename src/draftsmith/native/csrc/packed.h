@@ -141,6 +141,9 @@ inline int64_t near_rows(int64_t inputs) {
   return std::max<int64_t>(1, kBytes / (inputs * 2 * kChunkRows)) * kChunkRows;
 }
 
+// How many groups of near rows there are.
+inline int64_t groups_of(int64_t rows, int64_t inputs) { return (rows + near_rows(inputs) - 1) / near_rows(inputs); }
+
 // What is multiplied: rows of x, or, by a layer that rounds, the rows `taken` from its row `taken_row` on.
 struct Factors {
   const bf16* x;
@@ -208,7 +211,7 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
 template <class Store>
 void multiply_pieces(const Team& team, const Linear& layer, const Factors& factors, int64_t rows, const Store& store,
                      const void* ahead, Pieces& pieces, int64_t job) {
-  const int64_t many = near_rows(layer.inputs), groups = (rows + many - 1) / many;
+  const int64_t many = near_rows(layer.inputs), groups = groups_of(rows, layer.inputs);
   for (int64_t group = 0; group < groups; ++group)
     for (;;) {
       const auto [panel, end] = pieces.take(team, job + group, kChunkPanels);

@@ -21,7 +21,13 @@ class Pieces {
   void reserve(int64_t jobs, int64_t threads) {
     const size_t lines = (jobs + kALine - 1) / kALine;
     if (lines * threads > lines_.size()) lines_ = std::vector<Line>(lines * threads);
-    lines_each_ = lines;
+    lines_each_ = lines, dealt_ = 0;
+  }
+
+  // Before a team starts: stretches for so many threads, however many it will have.
+  void deal_all(int64_t job, int64_t count, int64_t threads) {
+    for (int64_t t = 0; t < threads; ++t) deal({t, threads, nullptr}, job, count);
+    dealt_ = threads;
   }
 
   // Every thread for itself, before a meeting of all and after nobody is busy with what was dealt before.
@@ -38,8 +44,9 @@ class Pieces {
       if (own.compare_exchange_weak(now, held(first(now) + some, last(now)), std::memory_order_relaxed))
         return {first(now), first(now) + some};
     }
-    for (int64_t beside = 1; beside < team.size; ++beside) {
-      std::atomic<uint64_t>& other = left((team.index + beside) % team.size, job);
+    const int64_t stretches = std::max(team.size, dealt_);
+    for (int64_t beside = 1; beside < stretches; ++beside) {
+      std::atomic<uint64_t>& other = left((team.index + beside) % stretches, job);
       for (uint64_t now = other.load(std::memory_order_relaxed); first(now) < last(now);) {
         const int64_t some = std::min(size(now, most), kFew);
         if (other.compare_exchange_weak(now, held(first(now), last(now) - some), std::memory_order_relaxed))
@@ -66,7 +73,7 @@ class Pieces {
   std::atomic<uint64_t>& left(int64_t thread, int64_t job) { return lines_[thread * lines_each_ + job / kALine].left[job % kALine]; }
 
   std::vector<Line> lines_;
-  int64_t lines_each_ = 0;
+  int64_t lines_each_ = 0, dealt_ = 0;
 };
 
 }  // namespace draftsmith
