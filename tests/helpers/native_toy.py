@@ -80,6 +80,12 @@ MORE: dict[str, Callable[[], PreTrainedModel]] = {
     "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "llama with one key head": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_key_value_heads": 1})),
     "llama with wide heads": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=80)),
+    "llama with nine key heads": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **{**SIZES, "hidden_size": 36, "num_attention_heads": 18, "num_key_value_heads": 9, "vocab_size": 700},
+            head_dim=16,
+        )
+    ),
     "llama of 97 tokens": lambda: LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 97})),
     "llama 3's positions": lambda: LlamaForCausalLM(
         LlamaConfig(**SIZES, rope_parameters={

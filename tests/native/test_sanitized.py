@@ -31,5 +31,5 @@ def test_kernels_touch_only_their_buffers_and_compute_what_they_say(tmp_path: Pa
     crew, lookups, *pieces, own, emulated = ended.stdout.splitlines()
     assert lookups.endswith(" 0 failures")
     assert crew == "the crew does as it should"
-    assert pieces == 2 * ["pieces are taken once"]
+    assert set(pieces) == {"pieces are taken once"}
     assert own.endswith(" instruction sets, 0 failures") and emulated == "1 instruction sets, 0 failures"

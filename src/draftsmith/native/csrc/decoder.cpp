@@ -93,7 +93,9 @@ std::tuple<Tensor, Tensor> Decoder::forward(const Tensor& tokens, const std::opt
   const Buffers b = prepare(pass, threads);
   bf16* out_logits = mutable_bits(logits);
   bf16* out_features = mutable_bits(features);
-  run_team(threads, [&](const Team& team) { score_nodes(team, pass, read(team, pass, b, out_features), b, out_logits); });
+  run_team(threads, [&](const Team& team) {
+    score_nodes(team, pass, read(team, pass, b, out_features), b, out_logits);
+  });
   return {logits, features};
 }
 
@@ -121,12 +123,14 @@ Decoder::Buffers Decoder::prepare(const Pass& pass, int64_t threads) {
   tasks_.clear();
   for (int64_t row = 0; row < pass.batch; ++row)
     for (int64_t node = 0; node < pass.count(row); node += task_nodes()) tasks_.emplace_back(row, node);
+  const int64_t scored = pass.some_columns ? static_cast<int64_t>(pass.wanted.size()) : rows;
   rooms_.resize(threads);
-  for (Quantised& room : rooms_) room.reserve(rows, most_inputs_);
+  for (Quantised& room : rooms_) room.reserve(std::max(rows, scored), most_inputs_);
   b.rooms = rooms_.data();
-  const auto groups = [rows](int64_t inputs) { return groups_of(rows, inputs); };
-  const bool by_heads = rows <= kChunkRows && s.head_width % kPanel == 0 && s.key_heads >= threads;
-  b.jobs = {by_heads, s.layers, groups(s.width), groups(inside), groups(s.inner)};
+  // With fewer heads, all that threads have to do for one is too large a piece.
+  const bool by_heads = rows <= kChunkRows && s.head_width % kPanel == 0 && s.key_heads >= 4 * threads;
+  b.jobs = {by_heads, s.layers, groups_of(rows, s.width), groups_of(rows, inside), groups_of(rows, s.inner),
+            groups_of(scored, s.width)};
   pieces_.reserve(b.jobs.all(), threads), b.pieces = &pieces_;
   return b;
 }

@@ -86,8 +86,8 @@ class Decoder : public Object {
 
   // The numbers of the jobs of a pass that are taken piece by piece. A product has one for every group of near rows.
   struct Jobs {
-    bool by_heads = false;  // whether a thread that takes a key head also projects what it reads
-    int64_t layers = 0, width_groups = 0, out_groups = 0, inner_groups = 0;
+    bool by_heads = false;  // whether the thread that takes a key head also projects what it reads
+    int64_t layers = 0, width_groups = 0, out_groups = 0, inner_groups = 0, head_groups = 0;
 
     int64_t of_layer() const { return 1 + (by_heads ? 1 : 4) * width_groups + out_groups + inner_groups; }
     int64_t attend(int64_t layer) const { return layer * of_layer(); }
@@ -96,7 +96,7 @@ class Decoder : public Object {
     int64_t gate(int64_t layer) const { return down(layer) + inner_groups; }
     int64_t project(int64_t layer, int64_t which) const { return gate(layer) + (1 + which) * width_groups; }
     int64_t head() const { return layers * of_layer(); }
-    int64_t all() const { return head() + width_groups; }
+    int64_t all() const { return head() + head_groups; }
   };
 
   // Rows of normed, mixed, inner and wanted lie apart by the strides below, all others one right after the other.
@@ -127,29 +127,29 @@ class Decoder : public Object {
   // Returns the states of all rows, normed: by every thread for itself where they are few.
   const bf16* norm_rows(const Team& team, const bf16* weight, int64_t rows, const Buffers& b) const;
   template <class Multiply>
-  void project_each(const Pass& pass, const Layer& layer, size_t index, const Buffers& b, const Multiply& multiply) const;
+  void project_each(const Pass& pass, const Layer& layer, size_t index, const Buffers& b,
+                    const Multiply& multiply) const;
   void project(const Team& team, const Pass& pass, const Layer& layer, size_t index, const bf16* normed,
                const Buffers& b) const;
-  void rotate(const Pass& pass, const Layer& layer, size_t index, int64_t first_key, int64_t last_key,
-              const Buffers& b) const;
+  // The queries and the key of a row that belong to a key head.
+  void rotate(const Pass& pass, const Layer& layer, size_t index, int64_t row, int64_t key_head, const Buffers& b) const;
   void attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const;
   void attend_by_heads(const Team& team, const Pass& pass, const Layer& layer, size_t index, const bf16* normed,
                        const Buffers& b) const;
   // The nodes of a row from `node` on, as many as attend together, over one key head.
   void attend_some(const Team& team, const Pass& pass, const Layer& layer, size_t index, int64_t row,
                    int64_t node, int64_t head, const Buffers& b) const;
+  // All jobs of a pass.
   void deal(const Team& team, const Buffers& b) const;
-  void add(const Team& team, const Linear& layer, Factors factors, int64_t rows, const Buffers& b, const void* ahead,
-           int64_t job) const;
+  void add(const Team& team, const Linear& layer, const bf16* from, int64_t stride, int64_t rows, const Buffers& b,
+           const void* ahead, int64_t job) const;
   void gate(const Team& team, const Layer& layer, const bf16* normed, const Buffers& b, int64_t rows, int64_t job) const;
   void tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, int64_t stride, bf16* features) const;
-  // Logits of states behind the last norm, to store(row, first token, count, values): once for every pass.
+  // Logits of states behind the last norm, to store(row, first token, count, values); once a pass.
   template <class Store>
   void score(const Team& team, const Buffers& b, const bf16* states, int64_t rows, const Store& store) const {
-    Quantised& room = b.rooms[team.index];
-    if (head_.rounds()) room.take(head_, states, normed_stride_, rows);
-    multiply_pieces(team, head_, {states, normed_stride_, &room, 0}, rows, store, layers_.front().query.begin(team),
-                    *b.pieces, b.jobs.head());
+    multiply_pieces(team, head_, factors_for(head_, states, normed_stride_, rows, b.rooms[team.index]), rows, store,
+                    layers_.front().query.begin(team), *b.pieces, b.jobs.head());
   }
   void score_nodes(const Team& team, const Pass& pass, const bf16* normed, const Buffers& b, bf16* logits) const;
 

@@ -27,19 +27,19 @@ const bf16* Decoder::read(const Team& team, const Pass& pass, const Buffers& b, 
     } else {
       project(team, pass, layer, l, normed, b);
       team.barrier();
-      const auto [own, own_end] = team.share(s.key_heads);
-      rotate(pass, layer, l, own, own_end, b);
+      const auto [from, to] = team.share(rows * s.key_heads);
+      for (int64_t i = from; i < to; ++i) rotate(pass, layer, l, i / s.key_heads, i % s.key_heads, b);
       team.barrier();
       attend(team, pass, layer, l, b);
     }
     team.barrier();
-    add(team, layer.out, {b.mixed, mixed_stride_}, rows, b, layer.gate.begin(team), b.jobs.out(l));
+    add(team, layer.out, b.mixed, mixed_stride_, rows, b, layer.gate.begin(team), b.jobs.out(l));
     team.barrier();
     normed = norm_rows(team, layer.after_norm, rows, b);
     gate(team, layer, normed, b, rows, b.jobs.gate(l));
     team.barrier();
     const Linear& following = l + 1 < layers_.size() ? layers_[l + 1].query : head_;
-    add(team, layer.down, {b.inner, inner_stride_}, rows, b, following.begin(team), b.jobs.down(l));
+    add(team, layer.down, b.inner, inner_stride_, rows, b, following.begin(team), b.jobs.down(l));
     team.barrier();
     tap(team, pass, static_cast<int64_t>(l), b.hidden, s.width, features);
   }
@@ -50,21 +50,23 @@ const bf16* Decoder::read(const Team& team, const Pass& pass, const Buffers& b, 
 
 void Decoder::deal(const Team& team, const Buffers& b) const {
   const Jobs& jobs = b.jobs;
-  const auto deal_all = [&](int64_t job, int64_t groups, const Linear& layer) {
+  const auto deal_groups = [&](int64_t job, int64_t groups, const Linear& layer) {
     for (int64_t g = 0; g < groups; ++g) b.pieces->deal(team, job + g, layer.panels);
   };
   const int64_t tasks = static_cast<int64_t>(tasks_.size()), key_heads = shape_.key_heads;
   for (size_t l = 0; l < layers_.size(); ++l) {
+    const Layer& layer = layers_[l];
     b.pieces->deal(team, jobs.attend(l), jobs.by_heads ? key_heads : tasks * key_heads);
     if (!jobs.by_heads) {
-      const Linear* projected[3] = {&layers_[l].query, &layers_[l].key, &layers_[l].value};
-      for (int64_t which = 0; which < 3; ++which) deal_all(jobs.project(l, which), jobs.width_groups, *projected[which]);
+      deal_groups(jobs.project(l, 0), jobs.width_groups, layer.query);
+      deal_groups(jobs.project(l, 1), jobs.width_groups, layer.key);
+      deal_groups(jobs.project(l, 2), jobs.width_groups, layer.value);
     }
-    deal_all(jobs.out(l), jobs.out_groups, layers_[l].out);
-    deal_all(jobs.gate(l), jobs.width_groups, layers_[l].gate);
-    deal_all(jobs.down(l), jobs.inner_groups, layers_[l].down);
+    deal_groups(jobs.out(l), jobs.out_groups, layer.out);
+    deal_groups(jobs.gate(l), jobs.width_groups, layer.gate);
+    deal_groups(jobs.down(l), jobs.inner_groups, layer.down);
   }
-  deal_all(jobs.head(), jobs.width_groups, head_);
+  deal_groups(jobs.head(), jobs.head_groups, head_);
 }
 
 const bf16* Decoder::norm_rows(const Team& team, const bf16* weight, int64_t rows, const Buffers& b) const {
@@ -79,9 +81,10 @@ const bf16* Decoder::norm_rows(const Team& team, const bf16* weight, int64_t row
   return to;
 }
 
-// Calls multiply(layer, what follows it, store) for queries and keys into buffers, and for values into the cache.
+// Calls multiply(which, layer, store) for queries and keys, into buffers, and for values, into the cache.
 template <class Multiply>
-void Decoder::project_each(const Pass& pass, const Layer& layer, size_t index, const Buffers& b, const Multiply& multiply) const {
+void Decoder::project_each(const Pass& pass, const Layer& layer, size_t index, const Buffers& b,
+                           const Multiply& multiply) const {
   const int64_t at_queries = layer.query.outputs, at_keys = layer.key.outputs;
   const auto into = [](bf16* out, int64_t stride) {
     return [=](int64_t r, int64_t n, int64_t count, const float* values) {
@@ -99,11 +102,10 @@ void Decoder::project_each(const Pass& pass, const Layer& layer, size_t index, c
 void Decoder::project(const Team& team, const Pass& pass, const Layer& layer, size_t index, const bf16* normed,
                       const Buffers& b) const {
   const int64_t rows = pass.rows();
-  Quantised& room = b.rooms[team.index];
-  if (layer.query.rounds()) room.take(layer.query, normed, normed_stride_, rows);
+  const Factors factors = factors_for(layer.query, normed, normed_stride_, rows, b.rooms[team.index]);
   const Linear* following[3] = {&layer.key, &layer.value, &layer.out};
   project_each(pass, layer, index, b, [&](int64_t which, const Linear& linear, const auto& store) {
-    multiply_pieces(team, linear, {normed, normed_stride_, &room, 0}, rows, store, following[which]->begin(team), *b.pieces,
+    multiply_pieces(team, linear, factors, rows, store, following[which]->begin(team), *b.pieces,
                     b.jobs.project(index, which));
   });
 }
@@ -111,56 +113,50 @@ void Decoder::project(const Team& team, const Pass& pass, const Layer& layer, si
 // A thread that takes a head projects what it reads, and waits for nobody before attention.
 void Decoder::attend_by_heads(const Team& team, const Pass& pass, const Layer& layer, size_t index, const bf16* normed,
                               const Buffers& b) const {
-  const int64_t rows = pass.rows();
-  Quantised& room = b.rooms[team.index];
-  if (layer.query.rounds()) room.take(layer.query, normed, normed_stride_, rows);
-  const auto [own, own_end] = team.share(shape_.key_heads);
+  const int64_t rows = pass.rows(), key_heads = shape_.key_heads;
+  const Factors factors = factors_for(layer.query, normed, normed_stride_, rows, b.rooms[team.index]);
+  const auto begin = [&](const Linear& linear, int64_t head) { return head * (linear.outputs / key_heads) / kPanel; };
   for (;;) {
-    const auto [head, end] = b.pieces->take(team, b.jobs.attend(index), 1);
+    const auto [head, end, goes_on] = b.pieces->take(team, b.jobs.attend(index), 1);
     if (head == end) return;
-    const auto panel_of = [&](const Linear& linear, int64_t h) { return h * (linear.outputs / shape_.key_heads) / kPanel; };
-    const bool goes_on = own <= head && end < own_end;
+    const void* behind[3] = {layer.key.panel(begin(layer.key, head)), layer.value.panel(begin(layer.value, head)),
+                             goes_on ? layer.query.panel(begin(layer.query, end)) : layer.out.begin(team)};
     project_each(pass, layer, index, b, [&](int64_t which, const Linear& linear, const auto& store) {
-      const int64_t last = panel_of(linear, end);
-      const Linear& following = which == 0 ? layer.key : which == 1 ? layer.value : goes_on ? layer.query : layer.out;
-      const void* behind = which < 2 ? following.panel(panel_of(following, head)) : goes_on ? following.panel(panel_of(following, end)) : following.begin(team);
-      for (int64_t panel = panel_of(linear, head); panel < last; panel += kChunkPanels) {
-        const int64_t panels = std::min(kChunkPanels, last - panel);
-        multiply_panels(linear, panel, panels, {normed, normed_stride_, &room, 0}, 0, rows, store,
-                        panel + panels < last ? linear.panel(panel + panels) : behind);
+      const int64_t last = begin(linear, end);
+      for (int64_t panel = begin(linear, head), next = 0; panel < last; panel = next) {
+        next = std::min(panel + kChunkPanels, last);
+        const void* ahead = next < last ? linear.panel(next) : behind[which];
+        multiply_panels(linear, panel, next - panel, factors, 0, rows, store, ahead);
       }
     });
-    rotate(pass, layer, index, head, end, b);
+    for (int64_t r = 0; r < rows; ++r) rotate(pass, layer, index, r, head, b);
     for (const auto& [row, node] : tasks_) attend_some(team, pass, layer, index, row, node, head, b);
   }
 }
 
-// The queries and keys of some key heads.
-void Decoder::rotate(const Pass& pass, const Layer& layer, size_t index, int64_t first_key, int64_t last_key,
+void Decoder::rotate(const Pass& pass, const Layer& layer, size_t index, int64_t row, int64_t key_head,
                      const Buffers& b) const {
   const Shape& s = shape_;
   const int64_t half = s.head_width / 2, groups = s.heads / s.key_heads;
-  const auto turn = [&](int64_t r, bf16* head, const bf16* weight, bf16* to) {
+  const auto turn = [&](bf16* head, const bf16* weight, bf16* to) {
     if (weight != nullptr) kernels().rms_norm(head, weight, s.head_width, static_cast<float>(s.epsilon), head);
-    kernels().rotate(head, b.cosines + r * half, b.sines + r * half, half, to);
+    kernels().rotate(head, b.cosines + row * half, b.sines + row * half, half, to);
   };
-  for (int64_t r = 0; r < pass.rows(); ++r) {
-    for (int64_t h = first_key * groups; h < last_key * groups; ++h) {
-      bf16* head = b.query + (r * s.heads + h) * s.head_width;
-      turn(r, head, layer.query_norm, head);
-    }
-    for (int64_t h = first_key; h < last_key; ++h)
-      turn(r, b.key + (r * s.key_heads + h) * s.head_width, layer.key_norm,
-           pass.keys[index] + (pass.slot(r) * s.key_heads + h) * s.head_width);
+  for (int64_t h = key_head * groups; h < (key_head + 1) * groups; ++h) {
+    bf16* head = b.query + (row * s.heads + h) * s.head_width;
+    turn(head, layer.query_norm, head);
   }
+  turn(b.key + (row * s.key_heads + key_head) * s.head_width, layer.key_norm,
+       pass.keys[index] + (pass.slot(row) * s.key_heads + key_head) * s.head_width);
 }
 
+// In tasks of prompts the later nodes see more than the earlier ones: who has fewer to see takes more of them.
 void Decoder::attend(const Team& team, const Pass& pass, const Layer& layer, size_t index, const Buffers& b) const {
   for (;;) {
-    const auto [from, to] = b.pieces->take(team, b.jobs.attend(index), 1);
-    if (from == to) return;
-    const auto [row, node] = tasks_[from / shape_.key_heads];
-    attend_some(team, pass, layer, index, row, node, from % shape_.key_heads, b);
+    const Pieces::Piece piece = b.pieces->take(team, b.jobs.attend(index), 1);
+    if (piece.is_none()) return;
+    const auto [row, node] = tasks_[piece.first / shape_.key_heads];
+    attend_some(team, pass, layer, index, row, node, piece.first % shape_.key_heads, b);
   }
 }
 
@@ -196,47 +192,36 @@ void Decoder::attend_some(const Team& team, const Pass& pass, const Layer& layer
                          b.mixed + (r + n) * mixed_stride_ + head * groups * s.head_width);
 }
 
-void Decoder::add(const Team& team, const Linear& layer, Factors factors, int64_t rows, const Buffers& b, const void* ahead,
-                  int64_t job) const {
+void Decoder::add(const Team& team, const Linear& layer, const bf16* from, int64_t stride, int64_t rows,
+                  const Buffers& b, const void* ahead, int64_t job) const {
   const int64_t width = shape_.width;
-  Quantised& room = b.rooms[team.index];
-  if (layer.rounds()) room.take(layer, factors.x, factors.x_stride, rows);
-  factors.taken = &room;
+  const Factors factors = factors_for(layer, from, stride, rows, b.rooms[team.index]);
   multiply_pieces(team, layer, factors, rows, [&](int64_t r, int64_t n, int64_t count, const float* values) {
     kernels().add_row(values, count, b.hidden + r * width + n);
   }, ahead, *b.pieces, job);
 }
 
-// The two products of the gated feed-forward, stretch by stretch, so that their results never leave the cache.
+// The two products of the gated feed-forward, piece by piece, so that their results never leave the cache.
 void Decoder::gate(const Team& team, const Layer& layer, const bf16* normed, const Buffers& b, int64_t rows,
                    int64_t job) const {
   alignas(64) float gates[kChunkRows * kChunk];
   const int64_t inner = inner_stride_;
-  Quantised& room = b.rooms[team.index];
-  if (layer.gate.rounds()) room.take(layer.gate, normed, normed_stride_, rows);
-  const Factors factors{normed, normed_stride_, &room, 0};
-  const int64_t many = near_rows(shape_.width), groups = groups_of(rows, shape_.width);
-  for (int64_t group = 0; group < groups; ++group)
-    for (;;) {
-      const auto [panel, end] = b.pieces->take(team, job + group, kChunkPanels);
-      if (panel == end) break;
-      const auto [own, own_end] = team.share(layer.gate.panels);
-      const void* following = layer.down.begin(team);
-      if (own <= panel && end < own_end) following = layer.gate.panel(end);
-      else if (group + 1 < groups) following = layer.gate.panel(own);
-      for (int64_t row = group * many, last = std::min(row + many, rows); row < last; row += kChunkRows) {
-        const int64_t to = std::min(row + kChunkRows, last);
-        const bool is_first = row == group * many;
-        multiply_panels(layer.gate, panel, end - panel, factors, row, to,
-                        [&](int64_t r, int64_t, int64_t count, const float* values) {
-                          std::copy_n(values, count, gates + (r - row) * kChunk);
-                        }, is_first ? layer.up.panel(panel) : nullptr);
-        multiply_panels(layer.up, panel, end - panel, factors, row, to,
-                        [&](int64_t r, int64_t n, int64_t count, const float* values) {
-                          kernels().silu_times(gates + (r - row) * kChunk, values, count, b.inner + r * inner + n);
-                        }, is_first ? following : nullptr);
-      }
+  const Factors factors = factors_for(layer.gate, normed, normed_stride_, rows, b.rooms[team.index]);
+  const auto multiply_both = [&](int64_t panel, int64_t panels, int64_t first, int64_t last, const void* ahead) {
+    for (int64_t row = first; row < last; row += kChunkRows) {
+      const int64_t end = std::min(row + kChunkRows, last);
+      const bool fetches = row == first;  // the rows behind find the weights in a near cache
+      multiply_panels(layer.gate, panel, panels, factors, row, end,
+                      [&](int64_t r, int64_t, int64_t count, const float* values) {
+                        std::copy_n(values, count, gates + (r - row) * kChunk);
+                      }, fetches ? layer.up.panel(panel) : nullptr);
+      multiply_panels(layer.up, panel, panels, factors, row, end,
+                      [&](int64_t r, int64_t n, int64_t count, const float* values) {
+                        kernels().silu_times(gates + (r - row) * kChunk, values, count, b.inner + r * inner + n);
+                      }, fetches ? ahead : nullptr);
     }
+  };
+  by_pieces(team, layer.gate, rows, layer.down.begin(team), *b.pieces, job, multiply_both);
 }
 
 void Decoder::tap(const Team& team, const Pass& pass, int64_t which, const bf16* states, int64_t stride,

@@ -25,14 +25,11 @@ struct Best {
   int64_t index;
 };
 
-// Keeps the best few in order, the first of equals first, in whatever order they are offered.
+// Keeps the best few in order, the first of equals first.
 inline void offer(Best* best, int64_t count, float score, int64_t index) {
-  const auto leads = [&](const Best& other) {
-    return score > other.score || (score == other.score && index < other.index);
-  };
-  if (!leads(best[count - 1])) return;
+  if (!(score > best[count - 1].score)) return;
   int64_t place = count - 1;
-  for (; place > 0 && leads(best[place - 1]); --place) best[place] = best[place - 1];
+  for (; place > 0 && score > best[place - 1].score; --place) best[place] = best[place - 1];
   best[place] = {score, index};
 }
 

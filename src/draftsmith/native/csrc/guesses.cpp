@@ -32,22 +32,29 @@ class BestTwo {
   // Takes in scores from `first` on, rounded, of which `most` is the largest.
   void offer_all(const Team& team, int64_t row, const float* scores, int64_t count, float most, int64_t first) {
     Best* mine = of(team.index, row);
-    if (!(most >= mine[1].score)) return;  // of equals, an earlier one may come later
-    for (int64_t i = 0; i < count; ++i) offer(mine, 2, scores[i], first + i);
+    if (!(most >= mine[1].score)) return;
+    for (int64_t i = 0; i < count; ++i) offer(mine, {scores[i], first + i});
   }
 
   // Returns the best two of all threads.
   std::pair<Best, Best> best(const Team& team, int64_t row) const {
     Best both[2] = {kNothing, kNothing};
     for (int64_t t = 0; t < team.size; ++t)
-      for (int64_t c = 0; c < 2; ++c) {
-        const Best& one = found_[2 * (t * batch_ + row) + c];
-        offer(both, 2, one.score, one.index);
-      }
+      for (int64_t c = 0; c < 2; ++c) offer(both, found_[2 * (t * batch_ + row) + c]);
     return {both[0], both[1]};
   }
 
  private:
+  // Of equals the first one leads, whichever is offered first.
+  static bool leads(const Best& one, const Best& other) {
+    return one.score > other.score || (one.score == other.score && one.index < other.index);
+  }
+  static void offer(Best* two, const Best& one) {
+    if (leads(one, two[0]))
+      two[1] = two[0], two[0] = one;
+    else if (leads(one, two[1]))
+      two[1] = one;
+  }
   Best* of(int64_t thread, int64_t row) { return found_.data() + 2 * (thread * batch_ + row); }
 
   int64_t batch_;

@@ -222,9 +222,9 @@ class Heads : public Object {
       for (int64_t i = 0; i < count; ++i) wide[i] = widen(narrowed[i]);
       kernels().add_row(wide, count, y + r * out + n);
     };
-    if (step.linear.rounds()) room.take(step.linear, x, stride, rows);
+    const Factors factors = factors_for(step.linear, x, stride, rows, room);
     if (step.kind == kNarrow) {
-      multiply_taken(team, step.kept, x, stride, rows, into, &room, 0, step.linear.begin(team));
+      multiply_factors(team, step.kept, factors, rows, into, step.linear.begin(team));
     } else if (step.kind == kResidual) {
       const auto [from, to] = team.share(step.linear.panels);
       const int64_t first = from * kPanel, last = std::min(to * kPanel, step.linear.outputs);
@@ -232,9 +232,9 @@ class Heads : public Object {
         if (first < last) std::copy(x + r * stride + first, x + r * stride + last, y + r * out + first);
     }
     if (step.kind == kProject)
-      multiply_taken(team, step.linear, x, stride, rows, into, &room, 0, ahead);
+      multiply_factors(team, step.linear, factors, rows, into, ahead);
     else
-      multiply_taken(team, step.linear, x, stride, rows, activated, &room, 0, ahead);
+      multiply_factors(team, step.linear, factors, rows, activated, ahead);
   }
 
   Tensors weights_, scales_, sums_, biases_;

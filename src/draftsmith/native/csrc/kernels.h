@@ -84,7 +84,7 @@ struct GroupedRows {
 struct Kernels {
   const char* name;
   // y[r, n] = Σ_k x[r, k] · w[n, k] for whole panels; packed is (panels, pairs, 16, 2), and x has 2 · pairs columns.
-  // While some weights are multiplied, the next are fetched; `ahead` are those that this thread will read after these.
+  // While some weights are multiplied, the next are fetched; `ahead` are those that this thread will most likely read next.
   // Null says that all of them are in a near cache, so that nothing needs to be fetched.
   void (*gemm)(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int64_t pairs, int64_t panels,
                const void* ahead, float* y, int64_t y_stride);

@@ -240,14 +240,13 @@ Tensor apply(const Tensor& x, const Linear& layer) {
   Pieces pieces;
   const int64_t groups = groups_of(rows, layer.inputs);
   pieces.reserve(groups, threads);
-  for (int64_t g = 0; g < groups; ++g) pieces.deal_all(g, layer.panels, threads);
+  for (int64_t g = 0; g < groups; ++g) pieces.deal_ahead(g, layer.panels, threads);
   run_team(threads, [&](const Team& team) {
-    Quantised& room = rooms[team.index];
-    if (layer.rounds()) room.take(layer, from, stride, rows);
     const auto store = [&](int64_t r, int64_t n, int64_t count, const float* values) {
       kernels().narrow_row(values, count, to + r * outputs + n);
     };
-    multiply_pieces(team, layer, {from, stride, &room, 0}, rows, store, layer.begin(team), pieces, 0);
+    multiply_pieces(team, layer, factors_for(layer, from, stride, rows, rooms[team.index]), rows, store, layer.begin(team),
+                    pieces, 0);
   });
   return out;
 }

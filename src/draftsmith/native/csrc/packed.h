@@ -144,19 +144,24 @@ inline int64_t near_rows(int64_t inputs) {
 // How many groups of near rows there are.
 inline int64_t groups_of(int64_t rows, int64_t inputs) { return (rows + near_rows(inputs) - 1) / near_rows(inputs); }
 
-// What is multiplied: rows of x, or, by a layer that rounds, the rows `taken` from its row `taken_row` on.
+// What is multiplied: rows of x, or what they are in whole numbers, where the layer rounds.
 struct Factors {
   const bf16* x;
   int64_t x_stride;
   const Quantised* taken;
-  int64_t taken_row;
 };
+
+// Rows for a layer, and for others that read as it does; `mine` is this thread's room for them.
+inline Factors factors_for(const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows, Quantised& mine) {
+  if (layer.rounds()) mine.take(layer, x, x_stride, rows);
+  return {x, x_stride, &mine};
+}
 
 // Multiplies the rows first … last - 1 by some panels, at most kChunkPanels, and hands stretches of the result to
 // store(row, first output, count, values); results carry the bias. `ahead` is as in kernels.h.
 template <class Store>
-void multiply_panels(const Linear& layer, int64_t panel, int64_t panels, const Factors& factors, int64_t first, int64_t last,
-                     const Store& store, const void* ahead) {
+void multiply_panels(const Linear& layer, int64_t panel, int64_t panels, const Factors& factors, int64_t first,
+                     int64_t last, const Store& store, const void* ahead) {
   alignas(64) float results[kChunkRows * kChunk];
   alignas(64) int32_t sums[kChunkRows * kChunk];
   const Linear part = layer.stretch(panel, panels);
@@ -164,23 +169,23 @@ void multiply_panels(const Linear& layer, int64_t panel, int64_t panels, const F
   for (int64_t row = first; row < last; row += kChunkRows) {
     const int64_t some = std::min(kChunkRows, last - row);
     if (row > first) next = nullptr;  // these weights are near now, and the first rows have fetched what comes next
-    const int64_t taken_row = factors.taken_row + row;
     const Quantised* taken = factors.taken;
     if (!layer.rounds()) {
       kernels().gemm(factors.x + row * factors.x_stride, factors.x_stride, some, part.data, layer.pairs(), panels, next,
                      results, kChunk);
     } else if (layer.nibbles != nullptr) {
-      const int64_t at = taken_row * layer.groups();
-      const GroupedRows grouped{taken->values.data() + at * kGroup, taken->scales.data() + at, taken->minus.data() + at};
+      const int64_t at = row * layer.groups();
+      const GroupedRows grouped{taken->values.data() + at * kGroup, taken->scales.data() + at,
+                                taken->minus.data() + at};
       kernels().gemm_int4(grouped, some, part.nibbles, layer.groups(), panels, next, results, kChunk);
     } else {
       const int64_t width = layer.quads() * 4;
-      kernels().gemm_int8(taken->values.data() + taken_row * width, width, some, part.quantised, part.sums, layer.quads(),
-                          panels, next, sums, kChunk);
+      kernels().gemm_int8(taken->values.data() + row * width, width, some, part.quantised, part.sums, layer.quads(), panels,
+                          next, sums, kChunk);
       for (int64_t r = 0; r < some; ++r)
         for (int64_t n = 0; n < panels * kPanel; ++n)
           results[r * kChunk + n] =
-              static_cast<float>(sums[r * kChunk + n]) * (taken->scales[taken_row + r] * part.scales[n]);
+              static_cast<float>(sums[r * kChunk + n]) * (taken->scales[row + r] * part.scales[n]);
     }
     for (int64_t r = 0; r < some; ++r) {
       float* values = results + r * kChunk;
@@ -193,8 +198,8 @@ void multiply_panels(const Linear& layer, int64_t panel, int64_t panels, const F
 
 // Multiplies rows by this thread's share of the panels.
 template <class Store>
-void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
-                    const Store& store, const Quantised* taken, int64_t taken_row, const void* ahead) {
+void multiply_factors(const Team& team, const Linear& layer, const Factors& factors, int64_t rows, const Store& store,
+                      const void* ahead) {
   const auto [from, to] = team.share(layer.panels);
   const int64_t many = near_rows(layer.inputs);
   for (int64_t group = 0; group < rows; group += many)
@@ -203,31 +208,41 @@ void multiply_taken(const Team& team, const Linear& layer, const bf16* x, int64_
       const void* next = ahead;
       if (ahead != nullptr && panel + panels < to) next = layer.panel(panel + panels);
       if (ahead != nullptr && panel + panels == to && group + many < rows) next = layer.panel(from);
-      multiply_panels(layer, panel, panels, {x, x_stride, taken, taken_row}, group, std::min(group + many, rows), store, next);
+      multiply_panels(layer, panel, panels, factors, group, std::min(group + many, rows), store, next);
     }
 }
 
-// The same, panels being taken piece by piece: as many jobs as there are groups of near rows, from `job` on.
-template <class Store>
-void multiply_pieces(const Team& team, const Linear& layer, const Factors& factors, int64_t rows, const Store& store,
-                     const void* ahead, Pieces& pieces, int64_t job) {
-  const int64_t many = near_rows(layer.inputs), groups = groups_of(rows, layer.inputs);
-  for (int64_t group = 0; group < groups; ++group)
-    for (;;) {
-      const auto [panel, end] = pieces.take(team, job + group, kChunkPanels);
-      if (panel == end) break;
-      const auto [own, own_end] = team.share(layer.panels);
-      const void* next = own <= panel && end < own_end ? layer.panel(end) : group + 1 < groups ? layer.panel(own) : ahead;
-      multiply_panels(layer, panel, end - panel, factors, group * many, std::min((group + 1) * many, rows), store, next);
-    }
-}
-
-// The same, every thread quantising the rows for itself where the layer rounds; `mine` is this thread's room for them.
 template <class Store>
 void multiply(const Team& team, const Linear& layer, const bf16* x, int64_t x_stride, int64_t rows,
               const Store& store, Quantised& mine, const void* ahead) {
-  if (layer.rounds()) mine.take(layer, x, x_stride, rows);
-  multiply_taken(team, layer, x, x_stride, rows, store, &mine, 0, ahead);
+  multiply_factors(team, layer, factors_for(layer, x, x_stride, rows, mine), rows, store, ahead);
+}
+
+// Takes all panels piece by piece, for one group of near rows after the other, each of which is a job, from `job` on. Calls
+// work(panel, panels, first row, behind the last row, ahead); `ahead` is `behind` where nothing of the layer follows.
+template <class Work>
+void by_pieces(const Team& team, const Linear& layer, int64_t rows, const void* behind, Pieces& pieces, int64_t job,
+               const Work& work) {
+  const int64_t many = near_rows(layer.inputs), groups = groups_of(rows, layer.inputs);
+  for (int64_t group = 0; group < groups; ++group) {
+    const void* next_group = group + 1 < groups ? layer.begin(team) : behind;
+    for (;;) {
+      const Pieces::Piece piece = pieces.take(team, job + group, kChunkPanels);
+      if (piece.is_none()) break;
+      const void* ahead = piece.goes_on ? layer.panel(piece.last) : next_group;
+      work(piece.first, piece.last - piece.first, group * many, std::min((group + 1) * many, rows), ahead);
+    }
+  }
+}
+
+// As `multiply_factors`, panels being taken piece by piece.
+template <class Store>
+void multiply_pieces(const Team& team, const Linear& layer, const Factors& factors, int64_t rows, const Store& store,
+                     const void* behind, Pieces& pieces, int64_t job) {
+  by_pieces(team, layer, rows, behind, pieces, job,
+            [&](int64_t panel, int64_t panels, int64_t first, int64_t last, const void* ahead) {
+              multiply_panels(layer, panel, panels, factors, first, last, store, ahead);
+            });
 }
 
 }  // namespace draftsmith
