@@ -171,6 +171,15 @@ def test_what_is_no_list_of_prompts_is_one_sentence(prompts: Any, part: str):
         Engine(tiny_target()).generate(prompts, ONE)
 
 
+@pytest.mark.parametrize("prompt", [TEXT, MESSAGES, Conversation(MESSAGES)])
+def test_a_tokenizer_of_another_model_is_named(prompt: Any):
+    target = Target(tiny_model(vocabulary=20), chatting(), "tiny")
+    with pytest.raises(DraftsmithError, match="from 0 to 19; its tokenizer belongs to another model: put the one"):
+        Engine(target).generate([prompt], ONE)
+    with pytest.raises(DraftsmithError, match="from 0 to 19.$"):
+        Engine(target).generate([[20]], ONE)
+
+
 @pytest.mark.parametrize("prompt", ["a text", MESSAGES])
 def test_a_target_without_tokenizer_says_so(prompt: Any):
     with pytest.raises(DraftsmithError, match="no tokenizer, which .* tokenizer.json .* token ids from Python"):
