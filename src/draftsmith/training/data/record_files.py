@@ -273,6 +273,8 @@ def missing_file(path: Path) -> DraftsmithError:
 
 def advice_on_missing(path: Path) -> str:
     """Return what to do about a path that does not exist, as the end of a sentence."""
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    if path.is_symlink():
+        return f"it is a link to {path.readlink()}, which is gone: correct the link."
+    siblings = [p.name for p in path.parent.iterdir() if p.exists()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, siblings, n=1)
     return f"did you mean {path.parent / near[0]}?" if near else "check the path."
