@@ -249,7 +249,7 @@ def test_bad_data_is_named(tmp_path: Path):
     with pytest.raises(DraftsmithError, match=r"cod\.jsonl does not exist; did you mean .*code\.jsonl"):
         loader(tmp_path / "cod.jsonl")
     (tmp_path / "link.jsonl").symlink_to("gone.jsonl")
-    with pytest.raises(DraftsmithError, match=r"link\.jsonl does not exist; it is a link to gone\.jsonl, which is gone"):
+    with pytest.raises(DraftsmithError, match=r"link\.jsonl does not exist; it is a link to gone\.jsonl"):
         loader(tmp_path / "link.jsonl")
     with pytest.raises(DraftsmithError, match=r"data\.sources is empty"):
         loader()
