@@ -36,14 +36,14 @@ link() {  # to, from
 # Twice: a program is watched for what it touches, or for what its threads do at the same time, where that works here.
 watch() {
   "$compiler" -fsanitize="$1" -fno-sanitize-recover=all -std=c++20 -g1 -pthread -I"$source" "$2" "$source/crew.cpp" \
-    -o "$folder/pieces"
+    -o "$folder/watched"
 }
 watch address,undefined "$here/pieces.cpp"
-"$folder/pieces"
+"$folder/watched"
 echo "int main() {}" > "$folder/empty.cpp"
-if watch thread "$folder/empty.cpp" 2> "$folder/said" && "$folder/pieces" 2> "$folder/said"; then
+if watch thread "$folder/empty.cpp" 2> "$folder/said" && "$folder/watched" 2> "$folder/said"; then
   watch thread "$here/pieces.cpp"
-  "$folder/pieces"
+  "$folder/watched"
 fi
 # The driver is no kernel; what it allocates is watched all the same.
 compile "$here/driver.cpp" driver

@@ -152,7 +152,9 @@ def read_chains(target: Target, nodes: int) -> list[Tensor]:
 # Where there are four key heads a thread, the thread that takes one projects what it reads; elsewhere, and for three of
 # nine, all threads project together first.
 @pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize("name", ["qwen3", "llama with nine key heads", "llama with one key head"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama with nine key heads", "llama with wide heads", "llama with one key head"]
+)
 def test_threads_do_not_change_a_bit(name: str, threads: int):
     def everything() -> list[Tensor]:
         chains = [tensor for nodes in range(1, 7) for tensor in read_chains(native(name), nodes)]
@@ -173,7 +175,7 @@ def test_threads_do_not_change_a_bit(name: str, threads: int):
 @pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
 @torch.no_grad()
 def test_rows_that_are_multiplied_in_groups_have_the_bits_of_others(quantize: Quantization, threads: int):
-    """So wide a model multiplies 128 rows at a time; and as many columns may be wanted as rows were never read."""
+    """So wide a model multiplies 128 rows at a time; and logits of one row may be wanted several hundred times."""
     config = LlamaConfig(**{**SIZES, "hidden_size": 4096, "num_hidden_layers": 1, "vocab_size": 300}, head_dim=16)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)

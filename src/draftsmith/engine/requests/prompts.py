@@ -46,7 +46,7 @@ def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
         DraftsmithError: for anything that is not a `Prompt`, for an empty prompt, and for token ids that the target
             does not have.
     """
-    encoded = isinstance(prompt, (str, Conversation))
+    encoded = isinstance(prompt, (str, Conversation))  # by the tokenizer of the target
     if isinstance(prompt, str):
         given: list[Any] = _read_text(prompt, number, _tokenizer(target, "text"))
     elif isinstance(prompt, Conversation):
@@ -68,10 +68,10 @@ def tokens_of(prompt: Prompt, number: int, target: Target) -> list[int]:
     tokens = [token if type(token) is int else _as_index(token) for token in given]
     wrong = [i for i, token in enumerate(tokens) if not 0 <= token < target.vocab_size]
     if wrong:
-        advice = f"; its tokenizer belongs to another model: put the one of {target.name} into its folder" * encoded
+        foreign = f"; its tokenizer belongs to another model: put the one of {target.name} into its folder"
         raise DraftsmithError(
             f"prompt {number} has token {given[wrong[0]]!r}, but {target.name} knows the whole numbers "
-            f"from 0 to {target.vocab_size - 1}{advice}."
+            f"from 0 to {target.vocab_size - 1}{foreign if encoded else ''}."
         )
     return tokens
 

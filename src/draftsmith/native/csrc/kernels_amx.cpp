@@ -96,8 +96,8 @@ struct Product {
       step<kTwoBlocks, kTwoPanels>(above + 4 * k, below + 4 * k, x_stride, w + k * kLineBytes, last + k * kLineBytes);
     }
     if (whole < lines) finish<kTwoBlocks, kTwoPanels>(above, rows, w, last, whole);
-    // To take the last steps panel by panel, so that work lies between what is stored, gains nothing on a core that is ours
-    // alone, and loads rows twice, which takes a tenth longer where another program uses the tiles of the same core.
+    // All sums are stored at once. To take the last steps panel by panel, so that work lies in between, gains nothing where
+    // the core is ours alone; and it loads rows twice, which takes longer where another program uses tiles on that core.
     store_tile<0>(to, y_stride);
     if constexpr (kTwoBlocks) store_tile<2>(to_below, y_stride);
     if constexpr (kTwoPanels) store_tile<1>(to + kLineBytes, y_stride);
