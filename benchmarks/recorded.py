@@ -6,8 +6,9 @@
 Recorded are, once, what a fit measures of target and drafter on this machine; what wider steps cost the target; and of
 every text, plan and position in the text how many guesses the plan makes there, how deep they are and how many stay.
 From that follows what any choices would have brought, without decoding again. A step takes as long as the target takes
-for so many tokens, and for every depth of its drafts as long as the drafter takes for the rows that are that deep,
-whatever their plans; every step takes at random a little more or less (`NOISE`).
+for so many tokens, with what the engine does around it for so many rows, with or without drafts; and for every depth
+of its drafts as long as the drafter takes for the rows that are that deep, whatever their plans. Every step takes at
+random a little more or less (`NOISE`).
 
 Two kinds of load are decoded: calls (`batch` texts begin together, and the call is over when the last one is; ratios
 are geometric means over calls) and crowds (whenever a text ends, another one begins; tokens a second). Each is
@@ -181,25 +182,37 @@ class Machine:
     def __init__(self, recording: Recording, rng: random.Random) -> None:
         profile = self._profile = recording.profile
         self._width, self._rng = recording.width, rng
-        chains = [arm for arm in profile.arms if arm.plan.is_chain and arm.plan.depth and arm.is_steady]
-        others = [arm for arm in profile.arms if arm.plan.depth]
-        deepest = max(chains or others, key=lambda arm: arm.plan.depth)
-        made, depth = (deepest.guesses, deepest.plan.depth) if chains else (deepest.usual, max(1.0, deepest.usual))
-        self._level_s = [
-            max(0.0, took - self._width.of(rows * (1 + made))) / depth
-            for rows, took in zip(profile.rows, deepest.seconds, strict=True)
-        ]
+        arms, numbers = profile.arms, range(len(profile.rows))
+        # Fewer rows never take longer: if they seem to, something else slowed them.
+        plain = [min(arms[0].seconds[at:]) for at in numbers]
+        self._around_s = [max(0.0, took - self._width.of(rows)) for rows, took in zip(profile.rows, plain, strict=True)]
+        steady = [arm for arm in arms if arm.plan.is_chain and arm.plan.depth and arm.is_steady]
+        drafting = steady or [arm for arm in arms if arm.plan.depth]
+        self._first_s, self._level_s = list[float](), list[float]()
+        for at, rows in enumerate(profile.rows):
+            points = [
+                (arm.plan.depth if steady else max(1.0, arm.usual), arm.seconds[at] - self._around_s[at]
+                 - self._width.of(rows * (1 + arm.usual + arm.usual_behind)))
+                for arm in drafting
+            ]
+            alike = len({depth for depth, _ in points}) == 1
+            level = 0.0 if alike else statistics.linear_regression(*zip(*points, strict=True)).slope
+            self._level_s.append(max(0.0, level))
+            self._first_s.append(max(0.0, statistics.mean(took - self._level_s[-1] * depth for depth, took in points)))
 
     def seconds(self, outcomes: Sequence[Outcome]) -> float:
         """Return the seconds of a step whose rows draft so."""
         took = self._width.of(len(outcomes) + sum(one.drafted for one in outcomes))
         for depth in range(1, 1 + max(one.depth for one in outcomes)):
-            took += self._level(sum(one.depth >= depth for one in outcomes))
+            took += self._of_rows(self._level_s, sum(one.depth >= depth for one in outcomes))
+        took += self._of_rows(self._around_s, len(outcomes))
+        if any(one.depth for one in outcomes):
+            took += self._of_rows(self._first_s, sum(one.depth > 0 for one in outcomes))
         return took * math.exp(NOISE * self._rng.gauss(0, 1))
 
-    def _level(self, rows: int) -> float:
-        """Return what the drafter takes for one more guess in so many rows."""
-        known, seconds = self._profile.rows, self._level_s
+    def _of_rows(self, seconds: Sequence[float], rows: int) -> float:
+        """Return the seconds of so many rows, from those of the measured numbers of rows."""
+        known = self._profile.rows
         right = min(bisect_left(known, rows), len(known) - 1)
         if known[right] == rows or right == 0:
             return seconds[right]

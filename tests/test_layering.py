@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
     ("memory", "replays", "types"),
-    ("files", "patterns", "system", "text_files", "user_cache"),
+    ("alternatives", "files", "patterns", "system", "text_files", "user_cache"),
     ("assets", "constraints", "native", "plan", "processor", "provenance"),
     ("dtypes",),
     ("targets", "verify", "grammar_process"),

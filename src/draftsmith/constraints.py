@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from draftsmith.alternatives import overlapping
 from draftsmith.patterns import check_in_json, in_json, read_pattern
 from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
 
@@ -137,6 +138,7 @@ def check_schema(text: str) -> str:
         if not isinstance(found, dict):
             raise DraftsmithError(f"{name} is {json.dumps(found)[:60]}; a schema is an object, true or false.")
         _check_one(name, found)
+        _check_together(name, found, schema)
         _check_values(name, found)
         _check_names(name, found)
         if "minLength" in found or "maxLength" in found:
@@ -230,6 +232,27 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
         count = schema.get(key, 0)
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MOST_REPEATS:
             raise DraftsmithError(f"{name} has {key} = {count!r}; use a whole number from 0 to {MOST_REPEATS}.")
+
+
+def _check_together(name: str, schema: dict[str, Any], root: Any) -> None:
+    """Refuse keywords that hold by themselves, but of which only one would be kept together."""
+    both = overlapping(schema.get("oneOf", ()), root)
+    if both is not None:
+        raise DraftsmithError(
+            f"{name} has 'oneOf' with the alternatives {both[0]} and {both[1]}, which one value might fit both; use "
+            "'anyOf', or give them other types, values of 'const', or a required property that tells them apart."
+        )
+    names = next((key for key in ("patternProperties", "propertyNames") if schema.get(key) not in (None, True, {})), "")
+    if names and schema.get("properties"):
+        raise DraftsmithError(
+            f"{name} has 'properties' beside {names!r}, and only the former could be kept for them; put them into one."
+        )
+    others = (schema.get(key, False) for key in ("additionalProperties", "unevaluatedProperties"))
+    if (names or any(one is not False for one in others)) and schema.get("minProperties", 0) > 1:
+        raise DraftsmithError(
+            f"{name} has minProperties = {schema['minProperties']}, but names of any choice, of which one could come "
+            "twice; leave it out, or describe the properties."
+        )
 
 
 def _check_values(name: str, schema: dict[str, Any]) -> None:

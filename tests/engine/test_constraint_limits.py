@@ -75,6 +75,22 @@ BAD: dict[str, tuple[Constraint, str]] = {
         "requires 'b'",
     ),
     "values that are no list": (Constraint.of_schema({"type": "string", "enum": "x"}), 'enum = "x"; give a list'),
+    "alternatives of which two fit": (
+        Constraint.of_schema({"oneOf": [{"type": "null"}, {"type": "integer", "maximum": 5}, {"type": "number"}]}),
+        "the alternatives 1 and 2",
+    ),
+    "properties beside patterns": (
+        Constraint.of_schema({"type": "object", "properties": {"a": True}, "patternProperties": {"^a": True}}),
+        "'properties' beside 'patternProperties'",
+    ),
+    "properties beside names": (
+        Constraint.of_schema({"type": "object", "properties": {"a": True}, "propertyNames": {"pattern": "^b$"}}),
+        "'properties' beside 'propertyNames'",
+    ),
+    "many of any name": (
+        Constraint.of_schema({"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}),
+        "minProperties = 2",
+    ),
     "a number too large": (Constraint("json_schema", '{"type": "number", "maximum": 1e999}'), "use numbers that are"),
 }
 

@@ -125,7 +125,7 @@ def test_shapes_of_the_forward_agree_in_float64_and_a_leaking_mask_is_no_roundin
     sequences = prompts(2, shortest=6, seed=8)
     healthy = measure_movement(target, sequences)
     assert 0 <= healthy.largest < 1e-10 and healthy.plausible and healthy.prefixes == 2
-    assert len(logits_by_shape(target, sequences[0])) == 5
+    assert len(logits_by_shape(target, sequences[0])) == 7
     assert not measure_movement(LeakyMask(target), sequences).plausible
 
 

@@ -10,6 +10,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.drafters.trainable.drafter import TrainableDrafter
 from draftsmith.engine import Engine
 from draftsmith.engine.requests.request import Request
+from draftsmith.evaluation.proof.draws import draw
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import KVCache, Target
 from draftsmith.types import ROOT, UNUSED, Context, Draft, SamplingParams
@@ -131,6 +132,10 @@ def check_drafter(
         assert [c.accepted_lengths for c in again] == accepted[3], (
             "a drafter that remembers nothing of ended rows drafts the same twice"
         )
+    # `prove` draws without drafts, too.
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    drawn = draw(target, make_drafter(), questions[0], params, NO_DRAFT, 2, batch=2, seed=0)
+    assert drawn.texts == [Engine(target, max_batch=1).generate([questions[0]], params)[0].tokens] * 2
     # Where drafting stops above a load, a drafter must not lose track of what is written meanwhile.
     switching = Engine(target, CheckedDrafter(make_drafter(), target), max_batch=3, draft_rows=1)
     found = switching.generate(questions[:3], [SamplingParams(max_tokens=n) for n in (NEW_TOKENS, 5, 9)])

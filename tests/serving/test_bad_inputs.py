@@ -157,6 +157,10 @@ CASES: dict[str, tuple[str, Any, int]] = {
             "truncate_prompt_tokens": 1, "prompt_logprobs": 1,
         }.items()
     },
+    **{
+        f"{name} with nothing in it": (COMPLETION, {"prompt": "x", name: value}, 400)
+        for name, value in {"guided_json": {}, "guided_regex": "", "guided_choice": [], "prompt_logprobs": 0}.items()
+    },
     "audio": (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, 400),
     "a route that there is not": ("/v1/embeddings", {"input": "x"}, 404),
 }

@@ -238,9 +238,10 @@ def test_draining_lets_what_runs_come_to_its_end():
     asyncio.run(main())
 
 
-def test_who_is_still_in_when_the_time_to_drain_is_up_is_told_so():
+@pytest.mark.parametrize(("signals", "seconds"), [(1, 0.2), (2, 600.0)])
+def test_who_is_still_in_when_the_time_to_drain_is_up_is_told_so(signals: int, seconds: float):
     """Answers that have begun end with an error, others with a status; the server ends by itself, in good order."""
-    service, bound = make_service(drafter=oracle(kind=Slow), drain_seconds=0.2), listen("127.0.0.1", 0)
+    service, bound = make_service(drafter=oracle(kind=Slow), drain_seconds=seconds), listen("127.0.0.1", 0)
     address = f"http://127.0.0.1:{bound.getsockname()[1]}"
     told: dict[str, Any] = {}
 
@@ -254,7 +255,9 @@ def test_who_is_still_in_when_the_time_to_drain_is_up_is_told_so():
             pieces = stream.iter_text()
             first = next(pieces)
             until(lambda: service.inside == 2)
-            os.kill(os.getpid(), signal.SIGTERM)
+            for number in range(signals):
+                until(lambda waits=number > 0: service.draining == waits)
+                os.kill(os.getpid(), signal.SIGTERM)
             told["streamed"] = first + "".join(pieces)
         other.join()
 

@@ -220,6 +220,10 @@ def test_an_earlier_export_is_replaced_and_nothing_else(tmp_path: Path, place: P
     draftsmith.export(source, place, out=tmp_path / "out", guesses=3)
     again = draftsmith.export(source, place, out=tmp_path / "out", guesses=2)
     assert json.loads((again.folder / "speculative_config.json").read_text())["num_speculative_tokens"] == 2
+    (again.folder / "notes.txt").write_text("mine")
+    with pytest.raises(DraftsmithError, match=r"notes\.txt is not part of the drafter there"):
+        draftsmith.export(source, place, out=tmp_path / "out")
+    assert (again.folder / "notes.txt").read_text() == "mine"
 
 
 def test_the_command_can_be_pasted_into_a_shell(tmp_path: Path, target: Target):

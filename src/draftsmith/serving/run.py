@@ -29,13 +29,14 @@ GRACE_S = 3
 class Server(uvicorn.Server):
     """A uvicorn server that ends in two steps: first it lets no new requests in, then it closes connections.
 
-    A second signal ends it at once.
+    After a second signal it waits no longer for texts that still run, and a third one ends it at once.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None] = lambda: None) -> None:
         super().__init__(config)
         self._service, self._on_ready = service, on_ready
         self._drain: asyncio.Task[None] | None = None
+        self._hurried = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -48,20 +49,25 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; unlike uvicorn's own handler, this one lets the process exit with 0 after the signal."""
-        if self._loop is None or self._service.draining:
+        if self._loop is None or self._hurried.is_set():
             self.should_exit = self.force_exit = True
             return
-        self._loop.call_soon_threadsafe(self.drain)
+        self._loop.call_soon_threadsafe(self._hurried.set if self._service.draining else self.drain)
 
     def drain(self) -> None:
-        """Let no more requests in, and end once the running ones have ended or their time is up."""
+        """Let no more requests in, and end once the running ones have ended, their time is up or a signal hurries."""
         if self._drain is None:
             self._drain = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:
         seconds = self._service.settings.drain_seconds
         log.info("draining", extra={"fields": {"texts": self._service.inside, "seconds": seconds}})
-        if not await self._service.drained(seconds):
+        draining = asyncio.ensure_future(self._service.drained(seconds))
+        hurried = asyncio.ensure_future(self._hurried.wait())
+        await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
+        for one in (draining, hurried):
+            one.cancel()
+        if not (draining.done() and draining.result()):
             log.warning("not all texts came to their end", extra={"fields": {"texts": self._service.inside}})
             await self._service.cut_short(LAST_S)
         self.should_exit = True

@@ -41,7 +41,8 @@ def check_general(fields: Generation, settings: Settings) -> None:
     if fields.prompt_embeds is not None:
         raise bad("prompt_embeds are not served; give text or token ids.", "prompt_embeds")
     for name, instead in UNSERVED.items():
-        if getattr(fields, name):
+        value = getattr(fields, name)
+        if value is not None and value is not False:
             raise bad(f"{name} is not served; {instead}.", name)
     if fields.timeout is not None and not fields.timeout > 0:
         raise bad(f"timeout is {fields.timeout:g}; give seconds above 0.", "timeout")

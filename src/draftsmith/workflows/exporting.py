@@ -111,7 +111,9 @@ def export(
     """
     source, folder = Path(drafter).expanduser(), Path(out).expanduser()
     require_trained(source, "export")
-    if not (folder / SETTINGS).is_file():  # an earlier export is replaced
+    if (folder / SETTINGS).is_file():  # an earlier export is replaced
+        storage.refuse_foreign(folder)
+    else:
         storage.refuse_full(folder)
     python = None if check is None else program(Path(check).expanduser())
     if check is not None and (prompt_count < 3 or new_tokens < 8):

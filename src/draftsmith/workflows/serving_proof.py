@@ -29,6 +29,7 @@ from draftsmith.evaluation.proof.exact_distribution import (
     enumerate_distribution,
     read_by_decoding,
     read_plainly,
+    rounding_between,
 )
 from draftsmith.evaluation.proof.greedy import GreedyProof, MakeEngine, OnProgress, explain_all
 from draftsmith.evaluation.proof.prove import Proof, SmallPair, Workload
@@ -220,8 +221,8 @@ def _greedy(
     foreign = [index for index, completion in enumerate(plain) if not is_targets_own(target, completion)]
     movement = measure_movement(target, [text.prompt_tokens + text.tokens for text in plain[:MEASURED_PREFIXES]])
     return GreedyProof(
-        len(prompts), sum(len(text.tokens) for text in plain), total, explain_all(target, plain, different), foreign,
-        movement, statistics.tokens_per_step, server.batches,
+        len(prompts), sum(len(text.tokens) for text in plain), total,
+        explain_all(target, plain, different, movement), foreign, movement, statistics.tokens_per_step, server.batches,
     )
 
 
@@ -288,6 +289,9 @@ def _cells_here(
         exact.distance(enumerate_distribution(other, target, prompt, params, work.joint_tokens))
         for other in (plainly, decoding)
     )
+    moved = 0.0
+    if not exact_shapes:
+        moved = max(apart, rounding_between(target, exact, prompt, params, work.joint_tokens))
     plans = _plans(plan, drafter)
     runs: list[_Run] = [
         (NAME, lambda: ChangingPolicy(plans), max(LEAST, work.draws // SHARE_HERE * rows), rows)
@@ -295,7 +299,7 @@ def _cells_here(
     ]
     cells = _cells(
         server, "this target", "the drafter itself", target, drafter, prompt, params, exact,
-        0.0 if exact_shapes else 2 * apart, runs, work.seed,
+        2 * min(moved, MOST_APART[target.dtype]), runs, work.seed,
     )
     return cells, apart
 

@@ -121,6 +121,14 @@ def refuse_full(folder: Path) -> None:
         raise DraftsmithError(f"{folder} is there already; choose a folder that is not, or remove it.")
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Raise DraftsmithError if a folder holds something that its manifest does not list, and that would be lost."""
+    listed = read_json(folder / MANIFEST)
+    for path in sorted(folder.iterdir()):
+        if path.name not in listed and path.name != MANIFEST:
+            raise DraftsmithError(f"{path} is not part of the drafter there, which would be replaced; move it away.")
+
+
 def _pointed_at(folder: Path) -> Path:
     """Return the folder itself where the name is a link: what is beside that one is on the same file system."""
     return Path(os.path.realpath(folder))
@@ -131,8 +139,11 @@ def _delete(path: Path) -> None:
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+        return
+    for folder, _, _ in os.walk(path):  # nothing could be removed from a folder that is only to be read
+        with suppress(OSError):
+            os.chmod(folder, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _set_aside(folder: Path) -> Path:
@@ -273,6 +284,8 @@ def require_folder(folder: Path) -> None:
     """Raise DraftsmithError, with the nearest name that exists, unless `folder` is one."""
     if standing(folder).is_dir():
         return
+    if folder.exists():
+        raise DraftsmithError(f"{folder} is a file, where a folder has to be; give the folder that it is in.")
     siblings = [path.name for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
     near = get_close_matches(folder.name, siblings, n=1)
     hint = f"did you mean {folder.parent / near[0]}?" if near else "check the path."

@@ -84,7 +84,8 @@ def draw(
             )
             for slot, number in enumerate(range(first, min(first + batch, count)))
         ]
-        drafter.attach(cache, plan)
+        # As in the engine, whose drafters follow texts also while nothing is drafted.
+        drafter.attach(cache, plan if plan.depth else drafter.default_plan())
         try:
             _decode(stepper, reader, penalties, requests, plan, draws)
         finally:

@@ -1,7 +1,8 @@
 """The exact distribution of the next few tokens, by enumeration: what draws with and without drafts are tested against.
 
-Two readers of the target give the logits after a prefix: `read_plainly`, transformers' own forward over the whole
-prefix, and `read_by_decoding`, the forward that decodes, over an empty cache and without a draft. The penalties are
+Readers of the target give the logits after a prefix: `read_plainly`, by transformers' own forward over the whole
+prefix; `read_by_decoding`, by the forward that decodes, over an empty cache and without a draft; and `read_in_drafts`,
+by the same one over a filled cache, as a guess among others. The penalties are
 implemented here a second time, because a distribution that shared code with what it tests could not find a fault in
 that code.
 
@@ -18,10 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftsmith.evaluation.proof.workload import check_continuations
-from draftsmith.targets import Target
+from draftsmith.targets import Nodes, Target
 from draftsmith.types import SamplingParams
+from draftsmith.verify import tree_tables
 
 READ_AT_ONCE = 64
+ROOMS = (0, 32)
+"""Empty places in the cache with which a distribution is computed, because a longer cache rounds differently."""
 
 Reader = Callable[[Tensor], Tensor]
 """From prefixes (P, T) to the logits after them (P, V)."""
@@ -82,6 +86,48 @@ def read_by_decoding(target: Target) -> Reader:
         return logits_P1V[:, 0]
 
     return read
+
+
+def read_in_drafts(target: Target, guesses: int, room: int) -> Reader:
+    """Return the reader by the forward that decodes: the last tokens of a prefix are a root and guesses of a draft.
+
+    Args:
+        guesses: how many of them are guesses, each with another one beside it; fewer where a prefix is short.
+        room: empty places in the cache beyond those that are needed, which change the shape of attention.
+    """
+
+    def read(tokens_PT: Tensor) -> Tensor:
+        (prefixes, length), device = tokens_PT.shape, target.device
+        depth = min(guesses, length - 1)
+        cached = length - 1 - depth
+        cache = target.new_cache(prefixes, length + depth + room)
+        cached_P = torch.full((prefixes,), cached, device=device)
+        if cached:
+            target.read_chain(cache, tokens_PT[:, :cached], torch.zeros_like(cached_P), (), longest=0)
+        # Node 2 d is the guess of the prefix at depth d, and node 2 d - 1 the one beside it, which is never true.
+        beside_PD, own_PD = tokens_PT[:, cached : length - 1], tokens_PT[:, cached + 1 :]
+        nodes_PN = torch.stack([beside_PD, own_PD], 2).flatten(1)
+        parents = [2 * (node // 2) - 1 for node in range(2 * depth)]
+        parents_PN = torch.tensor(parents, dtype=torch.long, device=device).expand(prefixes, -1)
+        visible_PMM, depths_PM = tree_tables(parents_PN, 2 * depth)
+        nodes = Nodes(
+            torch.cat([tokens_PT[:, cached : cached + 1], nodes_PN], 1), cached_P, None, depths_PM, visible_PMM,
+            columns_S=target.backend.columns(lambda: cache.capacity),
+        )
+        logits_PMV, _ = target.forward(cache, nodes, ())
+        return logits_PMV[:, -1]
+
+    return read
+
+
+def rounding_between(
+    target: Target, exact: ExactDistribution, prompt: Sequence[int], params: SamplingParams, length: int
+) -> float:
+    """Return the largest total variation from a distribution to the same one as the shapes of drafts compute it."""
+    return max(
+        exact.distance(enumerate_distribution(read_in_drafts(target, guesses, room), target, prompt, params, length))
+        for guesses in range(length) for room in ROOMS
+    )
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ MEASURED_PREFIXES = 8
 class DivergentText:
     """A text that differs from plain decoding: with which batch and plan, where, and why.
 
-    `moved` is how much the gap between the two logits changed between shapes of the forward on that prefix, in nats.
+    `moved` is how far logits move between shapes of the forward, on that prefix or on others, in nats.
     """
 
     batch: int
@@ -149,12 +149,12 @@ def prove_greedy(
     movement = measure_movement(target, prefixes)
     return GreedyProof(
         len(prompts), sum(len(c.tokens) for c in plain), (len(runs) - 1) * len(prompts),
-        explain_all(target, plain, different), foreign, movement, statistics.tokens_per_step, sizes,
+        explain_all(target, plain, different, movement), foreign, movement, statistics.tokens_per_step, sizes,
     )
 
 
 def explain_all(
-    target: Target, plain: Sequence[Completion], different: Sequence[tuple[int, bool, Divergence]]
+    target: Target, plain: Sequence[Completion], different: Sequence[tuple[int, bool, Divergence]], movement: Movement
 ) -> list[DivergentText]:
     """Explain every difference from a plain text, given as (batch, whether it was drafted, where it differs)."""
     if not different:
@@ -163,7 +163,7 @@ def explain_all(
     divergent_texts = []
     for size, drafted, item in different:
         prefix = plain[item.index].prompt_tokens + plain[item.index].tokens[: item.position]
-        explained, moved = tie_or_fault_by_movement(target, wide, prefix, item)
+        explained, moved = tie_or_fault_by_movement(target, wide, prefix, item, movement.largest)
         divergent_texts.append(
             DivergentText(size, drafted, explained, moved, _text(target, item.expected), _text(target, item.got))
         )

@@ -22,6 +22,7 @@ from draftsmith.evaluation.proof.exact_distribution import (
     enumerate_distribution,
     read_by_decoding,
     read_plainly,
+    rounding_between,
 )
 from draftsmith.evaluation.proof.shared_rows import SharedRows
 from draftsmith.evaluation.proof.small_target import PROMPT
@@ -165,11 +166,13 @@ def prove_sampling_here(
     reader = read_plainly(target) if target.dtype in (torch.float32, torch.float64) else read_by_decoding(target)
     prompt = middling(target, reader, prompts, unpenalised, length)
     repetitive = _repetitive(target, reader, prompts, punished, length)
-    exact, apart = {}, 0.0
+    exact, apart, moved = {}, 0.0, 0.0
     for params, start in ((unpenalised, prompt), (punished, repetitive)):
         exact[id(params)] = enumerate_distribution(reader, target, start, params, length)
         for other in (read_plainly(target), read_by_decoding(target)):
             apart = max(apart, exact[id(params)].distance(enumerate_distribution(other, target, start, params, length)))
+        if not exact_shapes:
+            moved = max(moved, apart, rounding_between(target, exact[id(params)], start, params, length))
 
     depth = length - 1
     own = plan.shortened(depth)
@@ -207,7 +210,7 @@ def prove_sampling_here(
         cells.append(
             cell_of_draws(
                 "this target", name, "the drafter itself", exact[id(params)], found.texts, seed,
-                time.perf_counter() - begun, found.accepted_per_step, 0.0 if exact_shapes else 2 * apart,
+                time.perf_counter() - begun, found.accepted_per_step, 2 * min(moved, MOST_APART[target.dtype]),
                 shape.lossless,
             )
         )
