@@ -187,18 +187,20 @@ class Machine:
         plain = [min(arms[0].seconds[at:]) for at in numbers]
         self._around_s = [max(0.0, took - self._width.of(rows)) for rows, took in zip(profile.rows, plain, strict=True)]
         steady = [arm for arm in arms if arm.plan.is_chain and arm.plan.depth and arm.is_steady]
-        drafting = steady or [arm for arm in arms if arm.plan.depth]
+        # Where every plan makes as many guesses as it finds: their costs when all that fit are made.
+        drafting = steady or [arm for arm in arms if arm.full]
         self._first_s, self._level_s = list[float](), list[float]()
         for at, rows in enumerate(profile.rows):
+            took = [(arm.seconds if steady else arm.full)[at] for arm in drafting]
             points = [
-                (arm.plan.depth if steady else max(1.0, arm.usual), arm.seconds[at] - self._around_s[at]
-                 - self._width.of(rows * (1 + arm.usual + arm.usual_behind)))
-                for arm in drafting
+                (arm.plan.depth, spent - self._around_s[at] - self._width.of(rows * (1 + arm.plan.max_nodes)))
+                for arm, spent in zip(drafting, took, strict=True)
             ]
-            alike = len({depth for depth, _ in points}) == 1
+            alike = len({depth for depth, _ in points}) <= 1
             level = 0.0 if alike else statistics.linear_regression(*zip(*points, strict=True)).slope
             self._level_s.append(max(0.0, level))
-            self._first_s.append(max(0.0, statistics.mean(took - self._level_s[-1] * depth for depth, took in points)))
+            first = statistics.mean(more - self._level_s[-1] * depth for depth, more in points) if points else 0.0
+            self._first_s.append(max(0.0, first))
 
     def seconds(self, outcomes: Sequence[Outcome]) -> float:
         """Return the seconds of a step whose rows draft so."""

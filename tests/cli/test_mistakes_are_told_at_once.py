@@ -33,6 +33,8 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "generate, dtype": (("generate", "hi", "--dtype", "fp17"), "'fp17' is unknown"),
     "generate, device": (("generate", "hi", "--device", "gpu"), "'gpu' is unknown; use auto, cpu or cuda"),
     "generate, result": (("generate", "hi", "--json", "file/x.json"), "cannot be written"),
+    "generate, a result in place of the text": (("generate", "hi", "--json", "-"), "give /dev/stdout"),
+    "generate, a file as drafter": (("generate", "hi", "--drafter", "file"), "is a file, where a folder has to be"),
     "generate, no schema": (("generate", "hi", "--json-schema", "absent.json"), "absent.json', which cannot be read"),
     "generate, a schema": (("generate", "hi", "--json-schema", "my-model/config.json"), "which no text can be held to"),
     "generate, a pattern": (("generate", "hi", "--regex", "a{99999}"), "the most is 10000"),

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, Any, int]] = {
     "biases, 200,000 of another kind": (
         COMPLETION, {"prompt": "x", "logit_bias": {str(token): "a" for token in range(200_000)}}, 400
     ),
+    "one token by two names": (COMPLETION, {"prompt": "x", "logit_bias": {"5": 1, "05": 2}}, 400),
     "biases that are no numbers": (COMPLETION, {"prompt": "x", "logit_bias": {"1": "a"}}, 400),
     "half a character by itself": ("/tokenize", {"prompt": "\ud800", "add_special_tokens": False}, 400),
     "max_tokens, negative": (COMPLETION, {"prompt": "x", "max_tokens": -1}, 400),

@@ -114,9 +114,10 @@ def test_the_bytes_of_a_character_come_token_by_token():
     assert texts.text(256) == "<eos>" and texts.pieces().read([256]) == [""]
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"keys": ("",)}, {"names": ("",)}, {"max_waiting": -1}, {"request_timeout": 0}, {"max_body_bytes": 0}]
-)
+@pytest.mark.parametrize("wrong", [
+    {"keys": ("",)}, {"names": ("",)}, {"max_waiting": -1}, {"request_timeout": 0}, {"max_body_bytes": 0},
+    {"drain_seconds": float("nan")}, {"request_timeout": float("inf")},
+])
 def test_settings_that_make_no_sense(wrong: dict[str, object]):
     with pytest.raises(DraftsmithError):
         Settings(**wrong)  # type: ignore[arg-type]

@@ -55,7 +55,8 @@ def form_of(fields: Generation, template: str = "") -> Form:
     if fields.tool_choice == "none":
         return Form(constraint, prediction)
     if constraint is not None:
-        raise bad('an answer cannot be both a form and calls of tools; leave one out, or set tool_choice to "none".')
+        clash = 'an answer cannot be both a form and calls of tools; leave one out, or set tool_choice to "none".'
+        raise bad(clash, constraint.origin)
     choice = choice_of(fields)
     for tool in fields.tools:
         arguments_schema(tool)

@@ -129,7 +129,7 @@ def _bias(bias: dict[str, Any] | None, settings: Settings) -> dict[int, float]:
         return {}
     if len(bias) > settings.max_bias:
         raise bad(f"logit_bias has {len(bias)} entries; the most is {settings.max_bias}.", "logit_bias")
-    wrong = next((token for token in bias if not re.fullmatch(r"[0-9]{1,9}", token)), None)
+    wrong = next((token for token in bias if not re.fullmatch(r"0|[1-9][0-9]{0,8}", token)), None)
     if wrong is not None:
         raise bad(f"logit_bias names {wrong[:40]!r}, which is no token id.", "logit_bias")
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in bias.values()):

@@ -1,5 +1,6 @@
 """How a server is set up: its name, its keys, and how much it lets anybody ask for."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,14 +67,14 @@ class Settings:
         if not all(key.strip() for key in self.keys):
             raise DraftsmithError("an API key is empty; give a key, or none to let everybody in.")
         for name in ("max_waiting", "drain_seconds"):
-            if getattr(self, name) < 0:
-                raise DraftsmithError(f"{name} is {getattr(self, name)}; give 0 or more.")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise DraftsmithError(f"{name} is {getattr(self, name)}; give a finite number of 0 or more.")
         for name in (
             "request_timeout", "body_seconds", "head_seconds", "send_seconds", "stall_seconds", "max_body_bytes",
             "grammar_seconds",
         ):
-            if getattr(self, name) <= 0:
-                raise DraftsmithError(f"{name} is {getattr(self, name)}; give a number above 0.")
+            if not 0 < getattr(self, name) < math.inf:
+                raise DraftsmithError(f"{name} is {getattr(self, name)}; give a finite number above 0.")
 
     @property
     def name(self) -> str:

@@ -91,7 +91,8 @@ def gather(
             if len(tokens) > room:
                 raise DraftsmithError(
                     f"prompt {number} of task {task!r} has {len(tokens)} tokens, but {target.name!r} has room for "
-                    f"{room} before {settings.new_tokens} new ones; give shorter prompts, or ask for fewer new tokens."
+                    f"{room} before {settings.new_tokens} new ones; leave the task out, give shorter prompts, or ask "
+                    "for fewer new tokens."
                 )
     return chosen
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 def ensure_writable(path: Path) -> None:
     """Raise DraftsmithError unless a file can be written at `path`; missing folders are made."""
+    if str(path) == "-":
+        raise DraftsmithError("results do not go to '-'; give /dev/stdout, or the name of a file.")
     if path.is_dir():
         raise DraftsmithError(f"{path} is a folder; name a file in it.")
     if not is_special(path):
