@@ -30,6 +30,10 @@ TOGETHER: dict[str, list[Any]] = {
     "anything": [True, {"type": "null"}],
     "a reference to nothing": [{"$ref": "#/$defs/none"}, {"type": "null"}],
     "a reference to itself": [{"$ref": "#/$defs/round"}, {"type": "null"}],
+    "what is no schema": [
+        {"type": "object", "properties": 3, "required": 3}, {"type": "object", "properties": [], "required": [[]]},
+    ],
+    "no types": [{"type": 3, "enum": 3}, {"type": [[]], "$ref": 3}],
     "lists": [{"const": [1]}, {"const": [2]}],
 }
 ROOT = {"$defs": {"cat": CAT, "dog": DOG, "round": {"$ref": "#/$defs/round"}}}
@@ -45,3 +49,16 @@ def test_what_excludes_each_other_is_found(name: str):
 def test_what_one_value_may_fit_is_found(name: str):
     assert overlapping(TOGETHER[name], ROOT) == (0, 1)
     assert overlapping([{"type": "boolean"}, *TOGETHER[name]], ROOT) is not None
+
+
+def test_what_strangers_send_takes_no_time():
+    many = [{"const": number} for number in range(100_000)]
+    assert overlapping(many, ROOT) is not None
+    deep: Any = {"type": "object", "properties": {}, "required": []}
+    for _ in range(4):
+        names = [f"n{at}" for at in range(60)]
+        deep = {"type": "object", "properties": dict.fromkeys(names, deep), "required": names}
+    assert overlapping([deep, deep], ROOT) == (0, 1)
+    long = [{"enum": list(range(at, at + 50_000))} for at in range(0, 1_000_000, 50_000)]
+    assert overlapping(long, ROOT) is not None
+    assert overlapping(many[:100], ROOT) is None

@@ -1,10 +1,9 @@
 """The exact distribution of the next few tokens, by enumeration: what draws with and without drafts are tested against.
 
 Readers of the target give the logits after a prefix: `read_plainly`, by transformers' own forward over the whole
-prefix; `read_by_decoding`, by the forward that decodes, over an empty cache and without a draft; and `read_in_drafts`,
-by the same one over a filled cache, as a guess among others. The penalties are
-implemented here a second time, because a distribution that shared code with what it tests could not find a fault in
-that code.
+prefix; `read_by_decoding`, by the forward that decodes, over an empty cache; and `read_over_cache`, by the same one
+over a filled cache. None of them reads a draft. The penalties are implemented here a second time, because a
+distribution that shared code with what it tests could not find a fault in that code.
 
 Shapes: P prefixes, T tokens of a prefix, L tokens of a continuation, C continuations, V vocabulary.
 """
@@ -21,7 +20,6 @@ from torch import Tensor
 from draftsmith.evaluation.proof.workload import check_continuations
 from draftsmith.targets import Nodes, Target
 from draftsmith.types import SamplingParams
-from draftsmith.verify import tree_tables
 
 READ_AT_ONCE = 64
 ROOMS = (0, 32)
@@ -88,34 +86,22 @@ def read_by_decoding(target: Target) -> Reader:
     return read
 
 
-def read_in_drafts(target: Target, guesses: int, room: int) -> Reader:
-    """Return the reader by the forward that decodes: the last tokens of a prefix are a root and guesses of a draft.
+def read_over_cache(target: Target, room: int) -> Reader:
+    """Return the reader by the forward that decodes: the last token alone, over a cache that holds those before it.
 
     Args:
-        guesses: how many of them are guesses, each with another one beside it; fewer where a prefix is short.
         room: empty places in the cache beyond those that are needed, which change the shape of attention.
     """
 
     def read(tokens_PT: Tensor) -> Tensor:
-        (prefixes, length), device = tokens_PT.shape, target.device
-        depth = min(guesses, length - 1)
-        cached = length - 1 - depth
-        cache = target.new_cache(prefixes, length + depth + room)
-        cached_P = torch.full((prefixes,), cached, device=device)
-        if cached:
-            target.read_chain(cache, tokens_PT[:, :cached], torch.zeros_like(cached_P), (), longest=0)
-        # Node 2 d is the guess of the prefix at depth d, and node 2 d - 1 the one beside it, which is never true.
-        beside_PD, own_PD = tokens_PT[:, cached : length - 1], tokens_PT[:, cached + 1 :]
-        nodes_PN = torch.stack([beside_PD, own_PD], 2).flatten(1)
-        parents = [2 * (node // 2) - 1 for node in range(2 * depth)]
-        parents_PN = torch.tensor(parents, dtype=torch.long, device=device).expand(prefixes, -1)
-        visible_PMM, depths_PM = tree_tables(parents_PN, 2 * depth)
-        nodes = Nodes(
-            torch.cat([tokens_PT[:, cached : cached + 1], nodes_PN], 1), cached_P, None, depths_PM, visible_PMM,
-            columns_S=target.backend.columns(lambda: cache.capacity),
-        )
-        logits_PMV, _ = target.forward(cache, nodes, ())
-        return logits_PMV[:, -1]
+        prefixes, length = tokens_PT.shape
+        cache, held = target.new_cache(prefixes, length + room), length - 1
+        zeros_P = torch.zeros(prefixes, dtype=torch.long, device=target.device)
+        if held:
+            target.read_chain(cache, tokens_PT[:, :-1], zeros_P, (), longest=0)
+        nodes = Nodes(tokens_PT[:, -1:], zeros_P + held, columns_S=target.backend.columns(lambda: cache.capacity))
+        logits_P1V, _ = target.forward(cache, nodes, ())
+        return logits_P1V[:, 0]
 
     return read
 
@@ -123,10 +109,13 @@ def read_in_drafts(target: Target, guesses: int, room: int) -> Reader:
 def rounding_between(
     target: Target, exact: ExactDistribution, prompt: Sequence[int], params: SamplingParams, length: int
 ) -> float:
-    """Return the largest total variation from a distribution to the same one as the shapes of drafts compute it."""
+    """Return the largest total variation from a distribution to the same one, read token by token over a cache.
+
+    No drafts are read, so that no fault in how they are read is taken for rounding.
+    """
     return max(
-        exact.distance(enumerate_distribution(read_in_drafts(target, guesses, room), target, prompt, params, length))
-        for guesses in range(length) for room in ROOMS
+        exact.distance(enumerate_distribution(read_over_cache(target, room), target, prompt, params, length))
+        for room in ROOMS
     )
 
 
