@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from draftsmith.alternatives import overlapping
+from draftsmith.alternatives import Comparing, TooManyError
 from draftsmith.constraints import check_schema
+from draftsmith.types import DraftsmithError
 
 CAT = {"type": "object", "properties": {"kind": {"const": "cat"}, "age": {"type": "integer"}}, "required": ["kind"]}
 DOG = {"type": "object", "properties": {"kind": {"enum": ["dog", "puppy"]}}, "required": ["kind"]}
@@ -17,7 +18,10 @@ APART: dict[str, list[Any]] = {
     "a property that tells": [CAT, DOG],
     "references": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
     "properties that others lack": [NAMED, {"type": "object", "properties": {"id": True}, "required": ["id"]}],
-    "false": [{"type": "string"}, {"enum": [0, 1]}],
+    "alternatives in alternatives": [{"oneOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "null"}],
+    "one schema in allOf": [{"allOf": [{"$ref": "#/$defs/cat"}]}, DOG],
+    "what tells a type": [{"items": {"type": "null"}}, {"additionalProperties": {"type": "null"}}, {"type": "string"}],
+    "a type and values": [{"type": "string"}, {"enum": [0, 1]}],
 }
 TOGETHER: dict[str, list[Any]] = {
     "whole numbers": [{"type": "integer"}, {"type": "number"}],
@@ -26,6 +30,10 @@ TOGETHER: dict[str, list[Any]] = {
     "other properties allowed": [
         {**NAMED, "additionalProperties": True}, {"type": "object", "properties": {"id": True}, "required": ["id"]},
     ],
+    "other properties of any kind": [
+        {**NAMED, "additionalProperties": {}}, {"type": "object", "properties": {"id": True}, "required": ["id"]},
+    ],
+    "alternatives of which one fits": [{"anyOf": [{"type": "string"}, {"type": "null"}]}, {"type": "null"}],
     "a property that need not be there": [{**CAT, "required": []}, DOG],
     "anything": [True, {"type": "null"}],
     "a reference to nothing": [{"$ref": "#/$defs/none"}, {"type": "null"}],
@@ -41,24 +49,42 @@ ROOT = {"$defs": {"cat": CAT, "dog": DOG, "round": {"$ref": "#/$defs/round"}}}
 
 @pytest.mark.parametrize("name", APART)
 def test_what_excludes_each_other_is_found(name: str):
-    assert overlapping(APART[name], ROOT) is None
+    assert Comparing(ROOT).overlapping(APART[name]) is None
     check_schema(json.dumps({"oneOf": APART[name], **ROOT}))
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_what_one_value_may_fit_is_found(name: str):
-    assert overlapping(TOGETHER[name], ROOT) == (0, 1)
-    assert overlapping([{"type": "boolean"}, *TOGETHER[name]], ROOT) is not None
+    assert Comparing(ROOT).overlapping(TOGETHER[name]) == (0, 1)
+    assert Comparing(ROOT).overlapping([{"type": "boolean"}, *TOGETHER[name]]) is not None
+
+
+def test_as_many_as_people_write_are_compared():
+    tagged = [
+        {
+            "type": "object", "required": ["kind", *names],
+            "properties": {"kind": {"const": number}, **{name: {"type": "string"} for name in names}},
+        }
+        for number in range(60) for names in [[f"n{at}" for at in range(8)]]
+    ]
+    assert Comparing(ROOT).overlapping(tagged) is None
 
 
 def test_what_strangers_send_takes_no_time():
-    many = [{"const": number} for number in range(100_000)]
-    assert overlapping(many, ROOT) is not None
     deep: Any = {"type": "object", "properties": {}, "required": []}
     for _ in range(4):
         names = [f"n{at}" for at in range(60)]
         deep = {"type": "object", "properties": dict.fromkeys(names, deep), "required": names}
-    assert overlapping([deep, deep], ROOT) == (0, 1)
-    long = [{"enum": list(range(at, at + 50_000))} for at in range(0, 1_000_000, 50_000)]
-    assert overlapping(long, ROOT) is not None
-    assert overlapping(many[:100], ROOT) is None
+    long = [{"enum": list(range(at, at + 50_000))} for at in (0, 50_000)]
+    for alternatives in ([{"const": number} for number in range(10_000)], [deep, deep], long):
+        with pytest.raises(TooManyError):
+            Comparing(ROOT).overlapping(alternatives)
+
+
+def test_the_bound_is_that_of_a_whole_schema():
+    values = [{"enum": list(range(at, at + 1_000))} for at in (0, 1_000)]
+    named = {"one": values[0], "two": values[1]}
+    union = {"oneOf": [{"$ref": "#/$defs/one"}, {"$ref": "#/$defs/two"}]}
+    check_schema(json.dumps({"type": "array", "prefixItems": [union] * 2, "$defs": named}))
+    with pytest.raises(DraftsmithError, match="too much to compare"):
+        check_schema(json.dumps({"type": "array", "prefixItems": [union] * 60, "$defs": named}))

@@ -5,46 +5,53 @@ from itertools import combinations
 from typing import Any
 
 DEEPEST = 4
-"""References that are followed one after the other, and properties inside each other that are looked into."""
-MOST = 20_000
-"""Pairs of schemas that are compared, with their values and properties."""
-_LONG = ("enum", "required", "type", "properties")
-_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties", "propertyNames")
+"""References that are followed one after the other, and schemas inside each other that are looked into."""
+MOST = 50_000
+"""How much is compared of one whole: one for each pair of schemas, and one for each of the values and names in it."""
+_JOINED = ("anyOf", "oneOf", "allOf")
+_ARRAY = ("items", "prefixItems", "unevaluatedItems")
+_OBJECT = ("properties", "additionalProperties", "unevaluatedProperties")
 _Schema = Mapping[str, Any]
 
 
-def overlapping(alternatives: Sequence[Any], root: Any) -> tuple[int, int] | None:
-    """Return the numbers of two alternatives that one value may fit, None if there are none.
+class TooManyError(Exception):
+    """There is more to compare than is quickly done."""
 
-    They exclude each other if it can be told from their types, from their values, or from a property that both require;
-    or if each requires a property that the other one does not have. Where that would take too long to find out, it
-    counts as not told.
+
+class Comparing:
+    """Compares alternatives of one schema, and no more than is quickly done: a stranger may have sent it.
 
     Args:
         root: the whole schema, in which references are looked up.
     """
-    comparing = _Comparing(root)
-    for first, second in combinations(range(len(alternatives)), 2):
-        if not comparing.are_apart(alternatives[first], alternatives[second], DEEPEST):
-            return first, second
-    return None
-
-
-class _Comparing:
-    """Compares schemas of one whole, and no more of them than is quickly done: a stranger may have sent them."""
 
     def __init__(self, root: Any) -> None:
         self._root, self._left = root, MOST
 
-    def are_apart(self, one: Any, other: Any, deeper: int) -> bool:
+    def overlapping(self, alternatives: Sequence[Any]) -> tuple[int, int] | None:
+        """Return the numbers of two alternatives that one value may fit, None if there are none.
+
+        They exclude each other if it can be told from their types, from their values, or from a property that both
+        require; or if each requires a property that the other one does not have.
+
+        Raises:
+            TooManyError: this and what was compared before is too much.
+        """
+        for first, second in combinations(range(len(alternatives)), 2):
+            if not self._are_apart(alternatives[first], alternatives[second], DEEPEST):
+                return first, second
+        return None
+
+    def _are_apart(self, one: Any, other: Any, deeper: int) -> bool:
         """Return whether it can be told that what is written for one schema never fits the other."""
         one, other = _resolved(one, self._root), _resolved(other, self._root)
-        if one is None or other is None or not deeper:
+        if one is None or other is None or deeper < 0:
             return False
-        lists = [schema[key] for schema in (one, other) for key in _LONG if key in schema]
-        self._left -= 1 + sum(len(some) for some in lists if isinstance(some, list | dict))
-        if self._left < 0:
-            return False
+        self._spend(1 + sum(len(schema["enum"]) for schema in (one, other) if isinstance(schema.get("enum"), list)))
+        for joined, beside in ((one, other), (other, one)):
+            inner = next((joined[key] for key in _JOINED if isinstance(joined.get(key), list)), None)
+            if inner is not None:
+                return all(self._are_apart(single, beside, deeper - 1) for single in inner)
         kinds = _kinds(one), _kinds(other)
         if not kinds[0] & kinds[1]:
             return True
@@ -54,10 +61,16 @@ class _Comparing:
         if not kinds[0] == kinds[1] == {"object"}:
             return False
         names, others = _required(one), _required(other)
+        self._spend(len(names) + len(others))
         described, beside = _properties(one), _properties(other)
-        if any(self.are_apart(described.get(name), beside.get(name), deeper - 1) for name in names & others):
+        if any(self._are_apart(described.get(name), beside.get(name), deeper - 1) for name in sorted(names & others)):
             return True
         return _lacks(one, others) and _lacks(other, names)
+
+    def _spend(self, work: int) -> None:
+        self._left -= work
+        if self._left < 0:
+            raise TooManyError
 
 
 def _resolved(schema: Any, root: Any) -> _Schema | None:
@@ -66,7 +79,9 @@ def _resolved(schema: Any, root: Any) -> _Schema | None:
         if not isinstance(schema, dict) or "$ref" not in schema:
             break
         path, schema = schema["$ref"], root
-        for key in path.split("/")[1:] if isinstance(path, str) else ():
+        if not isinstance(path, str):
+            return None
+        for key in path.split("/")[1:]:
             schema = schema.get(key) if isinstance(schema, dict) else None
     return schema if isinstance(schema, dict) and "$ref" not in schema else None
 
@@ -78,7 +93,7 @@ def _kinds(schema: _Schema) -> set[str]:
     if values is not None:
         return {kind for kind, _ in values}
     if "type" not in schema:
-        return {"object"} if "properties" in schema else every
+        return {"object"} if schema.keys() & set(_OBJECT) else {"array"} if schema.keys() & set(_ARRAY) else every
     words = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     return {"number" if word == "integer" else word for word in words if isinstance(word, str)} or every
 
@@ -113,6 +128,8 @@ def _properties(schema: _Schema) -> Mapping[str, Any]:
 
 def _lacks(schema: _Schema, names: set[str]) -> bool:
     """Return whether what is written for a schema never has all of these properties."""
-    if any(schema.get(key) not in (None, False, {}) for key in _OPEN):
+    if any(schema.get(key, False) is not False for key in ("additionalProperties", "unevaluatedProperties")):
+        return False
+    if any(schema.get(key) for key in ("patternProperties", "propertyNames")):
         return False
     return bool(names - _properties(schema).keys() - _required(schema))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from draftsmith.alternatives import overlapping
+from draftsmith.alternatives import Comparing, TooManyError
 from draftsmith.patterns import check_in_json, in_json, read_pattern
 from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
 
@@ -128,7 +128,7 @@ def check_schema(text: str) -> str:
         raise DraftsmithError(f"the JSON schema is not JSON ({error}); fix it.") from error
     except RecursionError as error:
         raise _too_deep() from error
-    places = [("the JSON schema", schema, 1)]
+    places, comparing = [("the JSON schema", schema, 1)], Comparing(schema)
     while places:
         name, found, depth = places.pop()
         if depth > DEEPEST:
@@ -138,7 +138,7 @@ def check_schema(text: str) -> str:
         if not isinstance(found, dict):
             raise DraftsmithError(f"{name} is {json.dumps(found)[:60]}; a schema is an object, true or false.")
         _check_one(name, found)
-        _check_together(name, found, schema)
+        _check_together(name, found, comparing)
         _check_values(name, found)
         _check_names(name, found)
         if "minLength" in found or "maxLength" in found:
@@ -234,21 +234,28 @@ def _check_one(name: str, schema: dict[str, Any]) -> None:
             raise DraftsmithError(f"{name} has {key} = {count!r}; use a whole number from 0 to {MOST_REPEATS}.")
 
 
-def _check_together(name: str, schema: dict[str, Any], root: Any) -> None:
+def _check_together(name: str, schema: dict[str, Any], comparing: Comparing) -> None:
     """Refuse keywords that hold by themselves, but of which only one would be kept together."""
-    both = overlapping(schema.get("oneOf", ()), root)
+    try:
+        both = comparing.overlapping(schema.get("oneOf", ()))
+    except TooManyError:
+        message = f"{name} has a 'oneOf' with too much to compare; use 'anyOf', or make it smaller."
+        raise DraftsmithError(message) from None
     if both is not None:
         raise DraftsmithError(
             f"{name} has 'oneOf' with the alternatives {both[0]} and {both[1]}, which one value might fit both; use "
             "'anyOf', or give them other types, values of 'const', or a required property that tells them apart."
         )
-    names = next((key for key in ("patternProperties", "propertyNames") if schema.get(key) not in (None, True, {})), "")
+    vacuous: tuple[Any, ...] = (None, True, {}, {"type": "string"})
+    names = next((key for key in ("patternProperties", "propertyNames") if schema.get(key) not in vacuous), "")
     if names and schema.get("properties"):
         raise DraftsmithError(
-            f"{name} has 'properties' beside {names!r}, and only the former could be kept for them; put them into one."
+            f"{name} has 'properties' beside {names!r}, which would not hold for what 'properties' describes; use one."
         )
     others = (schema.get(key, False) for key in ("additionalProperties", "unevaluatedProperties"))
-    if (names or any(one is not False for one in others)) and schema.get("minProperties", 0) > 1:
+    required = schema.get("required", [])
+    sure = max(1, len(set(map(str, required)))) if isinstance(required, list) else 1  # none of those is left out
+    if (names or any(one is not False for one in others)) and schema.get("minProperties", 0) > sure:
         raise DraftsmithError(
             f"{name} has minProperties = {schema['minProperties']}, but names of any choice, of which one could come "
             "twice; leave it out, or describe the properties."

@@ -85,7 +85,7 @@ BAD: dict[str, tuple[Constraint, str]] = {
     ),
     "properties beside names": (
         Constraint.of_schema({"type": "object", "properties": {"a": True}, "propertyNames": {"pattern": "^b$"}}),
-        "'properties' beside 'propertyNames'",
+        "'properties' beside 'propertyNames', which would not hold",
     ),
     "many of any name": (
         Constraint.of_schema({"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}),

@@ -1,5 +1,6 @@
 """`prove` has teeth: a healthy pair is lossless, and every planted fault is a defect, in the part that must find it."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from draftsmith.drafters.registry import families
 from draftsmith.evaluation.measuring.losslessness import Divergence, last_logits
 from draftsmith.evaluation.proof.chi_square import detectable, fit, variation_of_perfect
 from draftsmith.evaluation.proof.draws import draw
-from draftsmith.evaluation.proof.exact_distribution import enumerate_distribution, read_by_decoding, read_plainly
+from draftsmith.evaluation.proof.exact_distribution import (
+    ROOMS,
+    enumerate_distribution,
+    read_by_decoding,
+    read_over_cache,
+    read_plainly,
+    rounding_between,
+)
 from draftsmith.evaluation.proof.prove import Proof, SmallPair, Workload, prove
 from draftsmith.evaluation.proof.rounding import logits_by_shape, measure_movement, tie_or_fault_by_movement
 from draftsmith.evaluation.proof.sampling import ALPHA
@@ -25,7 +33,7 @@ from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Nodes, Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from tests.evaluation.planted import PLANTED, LeakyMask, Planted
-from tests.helpers.tiny import prompts, save_tiny_target, tiny_target
+from tests.helpers.tiny import prompts, save_tiny_target, tiny_model, tiny_target
 
 PLAN = Plan((2, 1, 1))
 HEALTHY = Planted("nowhere", plan=Plan((2, 1), sampled=True))
@@ -104,6 +112,9 @@ def test_both_readers_give_one_distribution_and_the_penalties_of_the_text_matter
         temperature=0.8, top_k=4, repetition_penalty=1.3, frequency_penalty=0.8, presence_penalty=0.2
     )
     plain = enumerate_distribution(read_plainly(target), target, prompt, params, 2)
+    for room in ROOMS:
+        assert plain.distance(enumerate_distribution(read_over_cache(target, room), target, prompt, params, 2)) < 1e-9
+    assert rounding_between(target, plain, prompt, params, 2) < 1e-9
     assert plain.p_C.sum() == pytest.approx(1) and len(plain.p_C) == 16
     assert plain.distance(enumerate_distribution(read_by_decoding(target), target, prompt, params, 2)) < 1e-9
     toy = small_target()
@@ -136,6 +147,26 @@ def test_a_divergence_is_a_tie_only_within_what_the_rounding_moves():
     assert not explained.tie and explained.gap is not None and explained.gap > 1e-6 > moved
     ended, _ = tie_or_fault_by_movement(target, target, prefix, Divergence(0, 0, best[0], None))
     assert not ended.tie
+
+
+def test_how_far_rounding_moves_logits_elsewhere_decides_what_is_a_tie():
+    """Twice as far, and never more than an eighth of a nat; a third token may lie between the two."""
+    model = tiny_model("gpt2")
+    target, wide = (Target(copy.deepcopy(model).to(dtype), name="x") for dtype in (torch.bfloat16, torch.float32))
+    assert not target.backend.reads_apart
+    for prefix in prompts(40, shortest=6, seed=8)[20:]:
+        logits_V, wide_V = last_logits(target, prefix), last_logits(wide, prefix)
+        for other in logits_V.topk(4).indices[1:].tolist():
+            best = int(logits_V.argmax())
+            behind = max(float(some.max() - some[[best, other]].min()) for some in (logits_V, wide_V))
+            for elsewhere in (0.4 * behind, 0.7 * behind, 10.0):
+                item = Divergence(0, 0, best, other)
+                explained, moved = tie_or_fault_by_movement(target, wide, prefix, item, elsewhere)
+                assert moved >= elsewhere
+                if behind > 0.14 or (elsewhere < 0.5 * behind and behind > 0.04):
+                    assert not explained.tie
+                elif elsewhere > 0.5 * behind and behind < 0.11:
+                    assert explained.tie
 
 
 def test_the_chi_square_test_sees_what_it_says_and_no_more():

@@ -37,6 +37,7 @@ class Server(uvicorn.Server):
         self._service, self._on_ready = service, on_ready
         self._drain: asyncio.Task[None] | None = None
         self._hurried = asyncio.Event()
+        self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -49,10 +50,11 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; unlike uvicorn's own handler, this one lets the process exit with 0 after the signal."""
-        if self._loop is None or self._hurried.is_set():
+        self._signals += 1
+        if self._loop is None or self.should_exit or self._signals > 2:
             self.should_exit = self.force_exit = True
             return
-        self._loop.call_soon_threadsafe(self._hurried.set if self._service.draining else self.drain)
+        self._loop.call_soon_threadsafe(self.drain if self._signals == 1 else self._hurried.set)
 
     def drain(self) -> None:
         """Let no more requests in, and end once the running ones have ended, their time is up or a signal hurries."""

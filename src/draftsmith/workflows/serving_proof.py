@@ -289,9 +289,8 @@ def _cells_here(
         exact.distance(enumerate_distribution(other, target, prompt, params, work.joint_tokens))
         for other in (plainly, decoding)
     )
-    moved = 0.0
     if not exact_shapes:
-        moved = max(apart, rounding_between(target, exact, prompt, params, work.joint_tokens))
+        apart = max(apart, rounding_between(target, exact, prompt, params, work.joint_tokens))
     plans = _plans(plan, drafter)
     runs: list[_Run] = [
         (NAME, lambda: ChangingPolicy(plans), max(LEAST, work.draws // SHARE_HERE * rows), rows)
@@ -299,7 +298,7 @@ def _cells_here(
     ]
     cells = _cells(
         server, "this target", "the drafter itself", target, drafter, prompt, params, exact,
-        2 * min(moved, MOST_APART[target.dtype]), runs, work.seed,
+        0.0 if exact_shapes else 2 * apart, runs, work.seed,
     )
     return cells, apart
 

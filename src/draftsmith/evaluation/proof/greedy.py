@@ -25,7 +25,7 @@ MEASURED_PREFIXES = 8
 class DivergentText:
     """A text that differs from plain decoding: with which batch and plan, where, and why.
 
-    `moved` is how far logits move between shapes of the forward, on that prefix or on others, in nats.
+    `moved` is how far leading logits move between shapes of the forward, on that prefix or on others, in nats.
     """
 
     batch: int
@@ -44,7 +44,7 @@ class DivergentText:
         """Say where the text differs, in which tokens, and how far apart their logits are."""
         item, gap = self.explained.divergence, self.explained.gap
         how = "with drafts" if self.drafted else "without drafts"
-        apart = "" if gap is None else f", logits {gap:.3g} apart (the rounding moves them by {self.moved:.3g})"
+        apart = "" if gap is None else f", logits {gap:.3g} apart (rounding moves such by {self.moved:.3g})"
         return (
             f"prompt {item.index}, batch {self.batch}, {how}: token {item.position} is {item.got} {self.got_text!r} "
             f"instead of {item.expected} {self.expected_text!r}{apart}: {'a tie' if self.tie else 'a DEFECT'}"
@@ -163,7 +163,7 @@ def explain_all(
     divergent_texts = []
     for size, drafted, item in different:
         prefix = plain[item.index].prompt_tokens + plain[item.index].tokens[: item.position]
-        explained, moved = tie_or_fault_by_movement(target, wide, prefix, item, movement.largest)
+        explained, moved = tie_or_fault_by_movement(target, wide, prefix, item, movement.leading)
         divergent_texts.append(
             DivergentText(size, drafted, explained, moved, _text(target, item.expected), _text(target, item.got))
         )

@@ -26,12 +26,16 @@ BESIDE = (ROOT, ROOT, 0, 1)
 
 @dataclass(frozen=True)
 class Movement:
-    """The largest move of any logit over some prefixes, the rounding step there, and the limit of rounding's effect."""
+    """The largest move of any logit over some prefixes, the rounding step there, and the limit of rounding's effect.
+
+    `leading` is the largest move of a logit that is nearly the best in some shape.
+    """
 
     largest: float
     step: float
     limit: float
     prefixes: int
+    leading: float = 0.0
 
     @property
     def bit_identical(self) -> bool:
@@ -105,15 +109,16 @@ def _read(
 
 def measure_movement(target: Target, prefixes: Sequence[Sequence[int]]) -> Movement:
     """Measure how far any logit moves between the shapes, over several prefixes."""
-    worst = Movement(0.0, 0.0, 0.0, 0)
+    worst, leading = Movement(0.0, 0.0, 0.0, 0), 0.0
     for prefix in prefixes:
         stacked_SV = torch.stack(list(logits_by_shape(target, prefix).values()))
         moved = float((stacked_SV.amax(0) - stacked_SV.amin(0)).max())
+        leading = max(leading, _leading_move(stacked_SV))
         step = rounding_step(float(stacked_SV.abs().max()), target.dtype)
         limit = min(MOST_STEPS * step, MOST_SPREAD * float(stacked_SV[0].std()))
         if worst.prefixes == 0 or moved / limit > worst.largest / worst.limit:
             worst = Movement(moved, step, limit, 1)
-    return Movement(worst.largest, worst.step, worst.limit, len(prefixes))
+    return Movement(worst.largest, worst.step, worst.limit, len(prefixes), leading)
 
 
 def tie_or_fault_by_movement(
@@ -121,12 +126,12 @@ def tie_or_fault_by_movement(
 ) -> tuple[Explained, float]:
     """Say whether a divergence is a tie of the rounding, as measured on this prefix; also return how far logits moved.
 
-    Both tokens must be nearly the best, in the target's precision and in that of `wide`: within one rounding step of
-    the best one, or within twice the largest move of a logit between shapes, and within 0.125 nats. Where native code
-    gives every shape the same bits, nothing is a tie.
+    Both tokens must be nearly the best, in some shape of the target and in `wide`: within one rounding step of the best
+    one, or within twice the largest move, between shapes, of a logit that is as near to the best; and within 0.125
+    nats and 1024 steps. Where native code gives every shape the same bits on this prefix, nothing is a tie.
 
     Args:
-        elsewhere: how far logits move between shapes on other prefixes.
+        elsewhere: how far such logits move between shapes on other prefixes.
     """
     if item.expected is None or item.got is None:
         return Explained(item, False, None, None, None), 0.0
@@ -135,15 +140,23 @@ def tie_or_fault_by_movement(
     shapes = list(logits_by_shape(target, prefix).values()) if len(prefix) >= 3 else [last_logits(target, prefix)]
     gaps = [float(logits_V[pair[0]] - logits_V[pair[1]]) for logits_V in shapes]
     stacked_SV = torch.stack(shapes)
-    moved = max(elsewhere, float((stacked_SV.amax(0) - stacked_SV.amin(0)).max()))
+    here = _leading_move(stacked_SV, pair)
+    moved = max(elsewhere, here)
     step = rounding_step(float(wide_V.max()), target.dtype)
     gap_wide = abs(float(wide_V[pair[0]] - wide_V[pair[1]]))
     gap = min(abs(one) for one in gaps)
-    never_moves = moved == 0 and target.backend.reads_apart
+    never_moves = here == 0 and target.backend.reads_apart
     allowed = 0.0 if never_moves else min(max(step, 2 * moved), LARGEST_TIE, MOST_STEPS * step)
     behind = min(_behind(scores_V, pair) for scores_V in shapes)
     tie = allowed > 0 and max(behind, _behind(wide_V, pair)) <= allowed
     return Explained(item, tie, gap, gap_wide, step), moved
+
+
+def _leading_move(stacked_SV: Tensor, tokens: Sequence[int] = ()) -> float:
+    """Return the largest move of a logit within `LARGEST_TIE` of the best in some shape, or of one of some tokens."""
+    leads_V = (stacked_SV.amax(1, keepdim=True) - stacked_SV <= LARGEST_TIE).any(0)
+    leads_V[list(tokens)] = True
+    return float((stacked_SV.amax(0) - stacked_SV.amin(0))[leads_V].max())
 
 
 def _behind(logits_V: Tensor, tokens: Sequence[int]) -> float:

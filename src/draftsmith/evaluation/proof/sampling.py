@@ -84,7 +84,8 @@ class Cell:
 @dataclass(frozen=True)
 class SamplingProof:
     """All cells, and how far the distribution of the decoding forward is from that of the model's own forward (on the
-    prompts used); `apart` beyond `most_apart` is a defect by itself.
+    prompts used, and where shapes round differently also over caches); `apart` beyond `most_apart` is a defect by
+    itself.
     """
 
     cells: list[Cell]
@@ -166,13 +167,13 @@ def prove_sampling_here(
     reader = read_plainly(target) if target.dtype in (torch.float32, torch.float64) else read_by_decoding(target)
     prompt = middling(target, reader, prompts, unpenalised, length)
     repetitive = _repetitive(target, reader, prompts, punished, length)
-    exact, apart, moved = {}, 0.0, 0.0
+    exact, apart = {}, 0.0
     for params, start in ((unpenalised, prompt), (punished, repetitive)):
         exact[id(params)] = enumerate_distribution(reader, target, start, params, length)
         for other in (read_plainly(target), read_by_decoding(target)):
             apart = max(apart, exact[id(params)].distance(enumerate_distribution(other, target, start, params, length)))
         if not exact_shapes:
-            moved = max(moved, apart, rounding_between(target, exact[id(params)], start, params, length))
+            apart = max(apart, rounding_between(target, exact[id(params)], start, params, length))
 
     depth = length - 1
     own = plan.shortened(depth)
@@ -210,7 +211,7 @@ def prove_sampling_here(
         cells.append(
             cell_of_draws(
                 "this target", name, "the drafter itself", exact[id(params)], found.texts, seed,
-                time.perf_counter() - begun, found.accepted_per_step, 2 * min(moved, MOST_APART[target.dtype]),
+                time.perf_counter() - begun, found.accepted_per_step, 0.0 if exact_shapes else 2 * apart,
                 shape.lossless,
             )
         )
