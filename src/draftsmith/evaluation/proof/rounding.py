@@ -126,9 +126,10 @@ def tie_or_fault_by_movement(
 ) -> tuple[Explained, float]:
     """Say whether a divergence is a tie of the rounding, as measured on this prefix; also return how far logits moved.
 
-    Both tokens must be nearly the best, in some shape of the target and in `wide`: within one rounding step of the best
-    one, or within twice the largest move, between shapes, of a logit that is as near to the best; and within 0.125
-    nats and 1024 steps. Where native code gives every shape the same bits on this prefix, nothing is a tie.
+    Both tokens must be nearly the best in some shape of the target: within one rounding step of the best one, or within
+    twice the largest move, between shapes, of a logit that is as near to the best; and within 0.125 nats and 1024
+    steps. In `wide`, from which all shapes are as far apart as from each other, it may be twice that. Where native code
+    gives every shape the same bits on this prefix, nothing is a tie.
 
     Args:
         elsewhere: how far such logits move between shapes on other prefixes.
@@ -148,7 +149,7 @@ def tie_or_fault_by_movement(
     never_moves = here == 0 and target.backend.reads_apart
     allowed = 0.0 if never_moves else min(max(step, 2 * moved), LARGEST_TIE, MOST_STEPS * step)
     behind = min(_behind(scores_V, pair) for scores_V in shapes)
-    tie = allowed > 0 and max(behind, _behind(wide_V, pair)) <= allowed
+    tie = allowed > 0 and behind <= allowed and _behind(wide_V, pair) <= min(2 * allowed, LARGEST_TIE)
     return Explained(item, tie, gap, gap_wide, step), moved
 
 
