@@ -105,10 +105,10 @@ def _values(schema: _Schema) -> set[tuple[str, str]] | None:
     values = schema["enum"] if "enum" in schema else [schema["const"]]
     if not isinstance(values, list) or any(isinstance(value, dict | list) for value in values):
         return None
-    return {_told(value) for value in values}
+    return {_with_type(value) for value in values}
 
 
-def _told(value: Any) -> tuple[str, str]:
+def _with_type(value: Any) -> tuple[str, str]:
     if value is None or isinstance(value, bool):
         return ("null" if value is None else "boolean"), repr(value)
     if isinstance(value, str):

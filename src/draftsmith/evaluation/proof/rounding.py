@@ -91,9 +91,7 @@ def _read(
         rows = [[cached[at % len(cached)] for at in range(length)] + [0] * (held[0] - length) for length in held]
         counts_B = torch.tensor(held, device=device) if longer else None
         zeros_B = torch.zeros(batch, dtype=torch.long, device=device)
-        logits_BMV, _ = target.read_chain(
-            cache, torch.tensor(rows, device=device), zeros_B, (), longest=0, counts_B=counts_B
-        )
+        target.read_chain(cache, torch.tensor(rows, device=device), zeros_B, (), longest=0, counts_B=counts_B)
     tokens_BM = torch.tensor([list(nodes)], device=device).expand(batch, -1).contiguous()
     cached_B = torch.tensor(held, device=device)
     if parents is None:
