@@ -595,7 +595,11 @@ int main(int count, char** words) {
                       nodes > 1 && below(2));
     for (const int64_t nodes : {1, 5, 33, 70})  // more places than are packed at a time, and more queries
       for (const int64_t window : {1, 31, 32, 100, 1000})
-        for (const bool chain : {false, true}) attention(k, nodes, 2, 32, 32, 270, window, chain, nodes > 1);
+        for (const bool chain : {false, true})
+          for (const bool broken : {false, nodes > 1}) attention(k, nodes, 2, 32, 32, 270, window, chain, broken);
+    for (const int64_t width : {12, 16, 34, 80, 272})  // tiles that are filled up with zeros, and panels
+      for (const int64_t nodes : {11, 12, 85, 86})     // up to as many queries as are taken at once, and more
+        attention(k, nodes, 3, width, width + 5, below(300), below(2) ? 1000 : 40, true, false);
     attention(k, 2, 71, 16, 16, 20, 1000, false, false);
     for (const int64_t width : {128, 256, 272})  // wide heads, and wider than are packed
       for (const int64_t window : {71, 1000})

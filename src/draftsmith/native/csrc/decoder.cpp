@@ -103,6 +103,18 @@ Linear Decoder::linear(size_t index, int64_t outputs, int64_t inputs) const {
   return as_any_linear(weights_[index], scales_[index], sums_[index], biases_[index], outputs, inputs);
 }
 
+void Decoder::divide(const Pass& pass, int64_t threads) {
+  constexpr int64_t kEach = 8;  // tasks of a thread, of all key heads, so that none waits long for the others
+  const int64_t groups = shape_.heads / shape_.key_heads;
+  for (int64_t queries = kernels().most_queries;; queries /= 2) {
+    task_nodes_ = std::max<int64_t>(1, queries / groups);
+    tasks_.clear();
+    for (int64_t row = 0; row < pass.batch; ++row)
+      for (int64_t node = 0; node < pass.count(row); node += task_nodes_) tasks_.emplace_back(row, node);
+    if (queries <= kMostQueries || static_cast<int64_t>(tasks_.size()) * shape_.key_heads >= kEach * threads) return;
+  }
+}
+
 Decoder::Buffers Decoder::prepare(const Pass& pass, int64_t threads) {
   const Shape& s = shape_;
   const int64_t rows = pass.rows(), inside = s.heads * s.head_width;
@@ -116,13 +128,11 @@ Decoder::Buffers Decoder::prepare(const Pass& pass, int64_t threads) {
   b.wanted = wanted_.of(static_cast<int64_t>(pass.wanted.size()) * normed_stride_);
   b.cosines = cosines_.of(rows * s.head_width / 2);
   b.sines = sines_.of(rows * s.head_width / 2);
-  const int64_t queries = task_nodes() * (s.heads / s.key_heads);
+  divide(pass, threads);
+  const int64_t queries = task_nodes_ * (s.heads / s.key_heads);
   b.private_size = queries * s.head_width +
                    attention_room(queries, pass.longest + pass.nodes, s.head_width, s.head_width);
   b.private_floats = private_floats_.of(b.private_size * threads);
-  tasks_.clear();
-  for (int64_t row = 0; row < pass.batch; ++row)
-    for (int64_t node = 0; node < pass.count(row); node += task_nodes()) tasks_.emplace_back(row, node);
   const int64_t scored = pass.some_columns ? static_cast<int64_t>(pass.wanted.size()) : rows;
   rooms_.resize(threads);
   for (Quantised& room : rooms_) room.reserve(std::max(rows, scored), most_inputs_);

@@ -112,8 +112,8 @@ class Decoder : public Object {
   Linear linear(size_t index, int64_t outputs, int64_t inputs) const;
   // Takes all memory that passes of this one's size need.
   Buffers prepare(const Pass& pass, int64_t threads);
-  // How many nodes of a row attend together.
-  int64_t task_nodes() const { return std::max<int64_t>(1, kMostQueries / (shape_.heads / shape_.key_heads)); }
+  // Says which nodes attend together: as many of a row as a task takes, or fewer, so that all threads have enough to do.
+  void divide(const Pass& pass, int64_t threads);
 
   // Reads the roots of rows, then what choose(team, level, buffers, states, chosen) chooses for every row, and so on.
   template <class Choose>
@@ -166,7 +166,8 @@ class Decoder : public Object {
   Scratch<float> cosines_, sines_, private_floats_;
   std::vector<Quantised> rooms_;
   Pieces pieces_;
-  std::vector<std::pair<int64_t, int64_t>> tasks_;  // row and first node of the nodes that attend together
+  int64_t task_nodes_ = 1;                          // of a row, that attend together
+  std::vector<std::pair<int64_t, int64_t>> tasks_;  // row and first node of those
   int64_t most_inputs_ = 0;  // of any layer
 };
 

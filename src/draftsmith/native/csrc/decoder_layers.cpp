@@ -165,9 +165,9 @@ void Decoder::attend_some(const Team& team, const Pass& pass, const Layer& layer
   const Shape& s = shape_;
   const int64_t groups = s.heads / s.key_heads, at_keys = s.key_heads * s.head_width, r = pass.begins[row] + node;
   const int64_t base = pass.base(row) * at_keys + head * s.head_width;
-  int64_t first[kMostQueries], last[kMostQueries];
+  int64_t first[kMostQueriesOnTiles], last[kMostQueriesOnTiles];
   AttentionTask task{};
-  task.nodes = std::min(task_nodes(), pass.count(row) - node), task.groups = groups;
+  task.nodes = std::min(task_nodes_, pass.count(row) - node), task.groups = groups;
   task.width = task.value_width = s.head_width, task.scale = static_cast<float>(s.scale);
   task.queries = b.query + (r * s.heads + head * groups) * s.head_width, task.query_stride = s.heads * s.head_width;
   task.keys = pass.keys[index] + base, task.values = pass.values[index] + base;
@@ -185,7 +185,7 @@ void Decoder::attend_some(const Team& team, const Pass& pass, const Layer& layer
   }
   task.first = first, task.last = last;
   float* out = b.private_floats + team.index * b.private_size;
-  task.out = out, task.scratch = out + task_nodes() * groups * s.head_width;
+  task.out = out, task.scratch = out + task_nodes_ * groups * s.head_width;
   kernels().attend(task);
   for (int64_t n = 0; n < task.nodes; ++n)
     kernels().narrow_row(out + n * groups * s.head_width, groups * s.head_width,

@@ -269,6 +269,7 @@ void gemm_int8(const int8_t* x, int64_t x_stride, int64_t rows, const int8_t* pa
 }  // namespace draftsmith
 
 #include "kernels_amx_attention.inl"
+#include "kernels_amx_chains.inl"
 
 namespace draftsmith {
 namespace {
@@ -290,7 +291,7 @@ bool tiles_are_ours() {
 const Kernels* amx_kernels() {
   static const bool here = base() != nullptr && tiles_are_ours();
   if (!here) return nullptr;
-  static const Kernels table{"amx", gemm, gemm_int8, base()->gemm_int4, attend, room_on_tiles, rms_norm, silu_times, narrow_row, add_row,
+  static const Kernels table{"amx", gemm, gemm_int8, base()->gemm_int4, attend, kMostQueriesOnTiles, room_on_tiles, rms_norm, silu_times, narrow_row, add_row,
                              round_row, quantise, base()->quantise_groups, base()->round_group, base()->round_panel, rotate, activate, sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, rest, share, early,
                              base()->interleave};
   return &table;

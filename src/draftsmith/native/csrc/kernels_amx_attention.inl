@@ -9,7 +9,6 @@ namespace {
 
 constexpr int64_t kSegment = 256;  // places whose values are packed at a time
 constexpr int64_t kFewQueries = 4;  // below which scores are moved one by one
-constexpr int64_t kManyQueries = 32;  // above which keys are packed, as for few, and scores need not be moved
 constexpr int64_t kFetched = 64;  // entries that are asked for together, and lie in one block
 constexpr int64_t kSoon = 96;  // entries between one that is read and one that is asked for meanwhile
 static_assert(kFetched == kBlockEntries && kBlockEntries % kBlock == 0, "tiles are cut where blocks end");
@@ -17,30 +16,57 @@ constexpr int64_t kStride = kSegment + 32;  // of rows of probabilities, so that
 
 inline int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
+// Asks for some entries of a block: those of a head lie far apart, where the processor does not see them coming.
+inline void fetch_entries(const bf16* from, int64_t stride, int64_t width, int64_t count) {
+  for (int64_t e = 0; e < count; ++e)
+    for (int64_t d = 0; d < width; d += kLineBytes / 2) __builtin_prefetch(from + e * stride + d, 0, 3);
+}
+
+// Sixteen keys from place k on as a panel; behind `end` there are zeros.
+inline void pack_keys(const AttentionTask& t, int64_t k, int64_t end, bf16* panel) {
+  const int64_t pairs = t.width / 2;
+  if (k + kPanel <= end) return base()->interleave(t.key(k), t.key_stride, pairs, panel);
+  __builtin_memset(panel, 0, static_cast<uint64_t>(pairs * 2 * kPanel) * sizeof(bf16));
+  for (int64_t l = 0; k + l < end; ++l)
+    for (int64_t d = 0; d < t.width; ++d) panel[d / 2 * 2 * kPanel + 2 * l + d % 2] = t.key(k + l)[d];
+}
+
+// The values of two places side by side, in the lines of all panels.
+inline void zip(const bf16* even, const bf16* odd, int64_t width, bf16* line, int64_t panel) {
+  const auto pair = [](Words a, Words b, bf16* to) { Register<Words>::put(a | b << 16, to); };
+  int64_t d = 0;
+  for (; d + kPanel <= width; d += kPanel, line += panel) pair(words_at(even + d), words_at(odd + d), line);
+  if (d == width) return;
+  const Few<bf16> a(even + d, width - d, 0), b(odd + d, width - d, 0);
+  pair(words_at(a.values), words_at(b.values), line);
+}
+
+// Probabilities as two rows of bf16 each: the upper half of the bits, and what is left of the value.
+struct Split {
+  Words coarse, fine;  // in the upper halves
+
+  explicit Split(Lanes probability)
+      : coarse(same_bits<Words>(probability)),
+        fine(same_bits<Words>(probability - same_bits<Lanes>(coarse & 0xffff0000u)) + 0x8000u) {}
+};
+
 // How many floats the parts of the scratch of a task take.
 struct Parts {
   int64_t packed, lines, scores, rows, probabilities, values, sums, nothing;
 
   Parts(int64_t most_queries, int64_t places, int64_t width, int64_t value_width)
       : packed(most(round_up(most_queries, kPanel), kFetched) * round_up(width, 2) / 2),
-        lines(room_for(most_queries) * apart(width) / 2),
+        lines(round_up(most_queries, kPanel) * apart(width) / 2),
         scores(round_up(places, kBlock) * round_up(most_queries, kPanel)),
-        rows(room_for(most_queries) * row_stride(places)),
-        probabilities(room_for(most_queries) * kStride),  // two rows of bf16 for every query
+        rows(most_queries * row_stride(places)),
+        probabilities(most_queries * kStride),  // two rows of bf16 for every query
         values(round_up(value_width, kPanel) * kSegment / 2),
-        sums(2 * room_for(most_queries) * round_up(value_width, kPanel)),
+        sums(2 * most_queries * round_up(value_width, kPanel)),
         nothing(round_up(value_width, kPanel)) {}
 
-  // Tiles take long to be shaped anew, so many queries are multiplied in whole blocks; nobody sees what comes out for the
-  // rows behind the last.
-  static int64_t room_for(int64_t queries) { return round_up(queries, queries > kManyQueries ? kBlock : kPanel); }
   static int64_t row_stride(int64_t places) { return round_up(places, kBlock) + kPanel; }
   int64_t all() const { return packed + lines + scores + rows + probabilities + values + sums + nothing + kPanel; }
 };
-
-int64_t room_on_tiles(int64_t queries, int64_t places, int64_t width, int64_t value_width) {
-  return Parts(least(queries, kMostQueries), places, width, value_width).all();
-}
 
 class Attention {
  public:
@@ -72,7 +98,7 @@ class Attention {
     stop_ = round_up(end_, kBlock);
     score();
     for (int64_t p = low_, far = least(end_, t.shared); p < least(low_ + kSoon, far); p += kPanel)
-      fetch(t.value(p), t.value_stride, t.value_width, least(kPanel, far - p));
+      fetch_entries(t.value(p), t.value_stride, t.value_width, least(kPanel, far - p));
     for (int64_t q = 0; q < count; ++q) highest_[q] = highest(q), totals_[q] = Lanes{};
     const int64_t wide = round_up(t.value_width, kPanel);
     for (int64_t i = 0; i < 2 * count * wide; ++i) sums_[i] = 0;
@@ -100,37 +126,28 @@ class Attention {
   // Products of all keys with all queries, a row for each query; `factor_` is what is still to be multiplied. The bits are
   // the same whichever of the two is packed.
   void score() {
-    const bool is_few = count_ <= kFewRows, is_many = count_ > kManyQueries;
-    if ((is_few || is_many) && t.paths == nullptr && t.width % 2 == 0)
-      score_rows(is_many ? Parts::room_for(count_) : count_);
+    if (count_ <= kFewRows && t.paths == nullptr && t.width % 2 == 0)
+      score_rows();
     else
       score_lines();
   }
 
   // The queries as rows, by keys that are packed on the way: products come out as they are needed.
-  void score_rows(int64_t rows) {
+  void score_rows() {
     const int64_t pairs = t.width / 2, stride = apart(t.width);
     factor_ = t.scale;
     for (int64_t q = 0; q < count_; ++q)
       __builtin_memcpy(lines_ + q * stride, t.query(query_ + q), static_cast<uint64_t>(t.width) * sizeof(bf16));
     for (int64_t k = low_; k < least(low_ + kSoon, end_); k += kPanel)
-      fetch(t.key(k), t.key_stride, t.width, least(kPanel, end_ - k));
+      fetch_entries(t.key(k), t.key_stride, t.width, least(kPanel, end_ - k));
     for (int64_t e = low_, next = 0; e < end_; e = next) {
       next = least((e / kFetched + 1) * kFetched, end_);
       int64_t panels = 0;
       for (int64_t k = e; k < next; k += kPanel, ++panels) {
-        if (k + kSoon < end_) fetch(t.key(k + kSoon), t.key_stride, t.width, least(kPanel, end_ - k - kSoon));
-        bf16* panel = packed_ + panels * pairs * 2 * kPanel;
-        if (k + kPanel <= next) {
-          interleave_(t.key(k), t.key_stride, pairs, panel);
-          continue;
-        }
-        __builtin_memset(panel, 0, static_cast<uint64_t>(pairs * 2 * kPanel) * sizeof(bf16));
-        for (int64_t l = 0; k + l < next; ++l)
-          for (int64_t d = 0; d < t.width; ++d) panel[d / 2 * 2 * kPanel + 2 * l + d % 2] = t.key(k + l)[d];
+        if (k + kSoon < end_) fetch_entries(t.key(k + kSoon), t.key_stride, t.width, least(kPanel, end_ - k - kSoon));
+        pack_keys(t, k, next, packed_ + panels * pairs * 2 * kPanel);
       }
-      const auto multiply = rows <= kFewRows ? multiply_few<false> : gemm;
-      multiply(lines_, stride, rows, packed_, pairs, panels, nullptr, rows_ + (e - low_), row_stride_);
+      multiply_few<false>(lines_, stride, count_, packed_, pairs, panels, nullptr, rows_ + (e - low_), row_stride_);
     }
   }
 
@@ -153,7 +170,7 @@ class Attention {
     if (t.width % 2 == 0) {
       for (int64_t e = low_, next = 0; e < entries; e = next) {
         next = least((e / kFetched + 1) * kFetched, entries);
-        if (next < entries) fetch(t.key(next), t.key_stride, t.width, least(kFetched, entries - next));
+        if (next < entries) fetch_entries(t.key(next), t.key_stride, t.width, least(kFetched, entries - next));
         float* products = scores_ + (e < kept ? 0 : e - kept) * wide;
         gemm(t.key(e), t.key_stride, next - e, packed_, pairs, groups, nullptr, products, wide);
         if (e < kept) turn(products, e, next, wide);
@@ -169,12 +186,6 @@ class Attention {
     for (int64_t q = 0; q < count_; ++q)
       for (int64_t p = most(same, first(q)); p < last(q); ++p)
         row(q)[p] = scores_[(t.entry(t.node(query_ + q), p) - kept) * wide + q] * t.scale;
-  }
-
-  // Asks for some entries of a block: those of a head lie far apart, where the processor does not see them coming.
-  static void fetch(const bf16* from, int64_t stride, int64_t width, int64_t count) {
-    for (int64_t e = 0; e < count; ++e)
-      for (int64_t d = 0; d < width; d += kLineBytes / 2) __builtin_prefetch(from + e * stride + d, 0, 3);
   }
 
   // From a line for every place to a row for every query, where places are entries. Lines behind the last may come along:
@@ -207,8 +218,7 @@ class Attention {
     return found * factor_;
   }
 
-  // The probabilities of a query at some places, not yet divided by their sum, as two rows of bf16: the upper half of the
-  // bits, and what is left of the value. Where the query sees nothing they are zero.
+  // The probabilities of a query at some places, not yet divided by their sum. Where the query sees nothing they are zero.
   void soften(int64_t q, int64_t from, int64_t to) {
     const float* mine = row(q);
     bf16 *coarse = probabilities_ + 2 * q * kStride - from, *fine = coarse + kStride;
@@ -222,10 +232,9 @@ class Attention {
         probability = choose(place < static_cast<uint32_t>(end - begin), probability, Lanes{});
       }
       total += probability;
-      const Words kept = same_bits<Words>(probability) & 0xffff0000u;
-      const Words rest = same_bits<Words>(probability - same_bits<Lanes>(kept)) + 0x8000u;
-      Register<Halves>::put(converted<Halves>(kept >> 16), coarse + p);
-      Register<Halves>::put(converted<Halves>(rest >> 16), fine + p);
+      const Split split(probability);
+      Register<Halves>::put(converted<Halves>(split.coarse >> 16), coarse + p);
+      Register<Halves>::put(converted<Halves>(split.fine >> 16), fine + p);
     }
     totals_[q] = total;
   }
@@ -241,7 +250,7 @@ class Attention {
     const int64_t end = alone ? last(query) : end_, far = least(end, t.shared);
     for (int64_t k = 0; k < pairs; ++k) {
       const int64_t soon = from + 2 * k + kSoon;
-      if (soon < far) fetch(t.value(soon), t.value_stride, t.value_width, least(2, far - soon));
+      if (soon < far) fetch_entries(t.value(soon), t.value_stride, t.value_width, least(2, far - soon));
       const bf16* two[2];
       for (int64_t i = 0; i < 2; ++i) {
         const int64_t p = from + 2 * k + i;
@@ -249,10 +258,10 @@ class Attention {
         two[i] = p < end && (seen || !alone) ? t.value(t.entry(node, p)) : nothing_;
         if (!seen && !all_finite(two[i], t.value_width)) return mix_nodes(query, count, segment, from, to);
       }
-      zip(two[0], two[1], values_ + k * 2 * kPanel, pairs * 2 * kPanel);
+      zip(two[0], two[1], t.value_width, values_ + k * 2 * kPanel, pairs * 2 * kPanel);
     }
     float* sums = sums_ + 2 * query * wide;
-    const int64_t rows = 2 * (count == count_ && count > kManyQueries ? Parts::room_for(count) : count);
+    const int64_t rows = 2 * count;
     const bf16* weights = probabilities_ + 2 * query * kStride + from - segment;
     if (rows <= kFewRows)
       return multiply_few<true>(weights, kStride, rows, values_, pairs, panels, nullptr, sums, wide);
@@ -271,17 +280,6 @@ class Attention {
     }
   }
 
-  // The values of two places side by side, in the lines of all panels.
-  void zip(const bf16* even, const bf16* odd, bf16* line, int64_t panel) const {
-    int64_t d = 0;
-    for (; d + kPanel <= t.value_width; d += kPanel, line += panel) pair(words_at(even + d), words_at(odd + d), line);
-    if (d == t.value_width) return;
-    const Few<bf16> a(even + d, t.value_width - d, 0), b(odd + d, t.value_width - d, 0);
-    pair(words_at(a.values), words_at(b.values), line);
-  }
-
-  static void pair(Words even, Words odd, bf16* line) { Register<Words>::put(even | odd << 16, line); }
-
   const AttentionTask& t;
   void (*interleave_)(const bf16*, int64_t, int64_t, bf16*);  // of the instruction set below this one
   int64_t low_;                              // where the first block of places begins
@@ -295,12 +293,6 @@ class Attention {
   float highest_[kMostQueries];  // score of every query
   Lanes totals_[kMostQueries];   // of its probabilities
 };
-
-void attend(const AttentionTask& t) {
-  Attention attention(t, Sight(t));
-  const int64_t queries = t.nodes * t.groups;
-  for (int64_t q = 0; q < queries; q += kMostQueries) attention.run(q, least(kMostQueries, queries - q));
-}
 
 }  // namespace
 }  // namespace draftsmith

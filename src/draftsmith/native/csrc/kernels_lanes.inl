@@ -171,6 +171,20 @@ inline void put_bytes(Words words, int8_t* to) {
 #endif
 }
 
+// The upper halves of each, those of a first.
+inline void put_upper_halves(Words a, Words b, bf16* to) {
+#if defined(DRAFTSMITH_AVX512)
+  alignas(64) static const uint16_t kUpper[2 * kLanes] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                          33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  const __m512i halves = _mm512_permutex2var_epi16(reinterpret_cast<__m512i>(a), _mm512_load_si512(kUpper),
+                                                   reinterpret_cast<__m512i>(b));
+  _mm512_storeu_si512(to, halves);
+#else
+  Register<Halves>::put(converted<Halves>(a >> 16), to);
+  Register<Halves>::put(converted<Halves>(b >> 16), to + kLanes);
+#endif
+}
+
 // The numbers of the lanes.
 inline Words numbers() {
   alignas(64) static const uint32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
