@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,32 @@ def test_bench_gives_cells_and_hands_them_over_as_they_come(
     baseline = result.as_json()["cells"][0]
     assert baseline["lossless"] is True and "choices" not in baseline
     assert result.provenance["data"] == "6 texts" and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "new_tokens", "ways"),
+    [
+        (64, 100, "give --new-tokens 64 or fewer, or --prompt-tokens 28 or fewer"),
+        (128, 100, "give --prompt-tokens 28 or fewer"), (100, 200, "give --new-tokens 28 or fewer"),
+        (200, 200, "give fewer of both, by --prompt-tokens and --new-tokens"),
+    ],
+)
+def test_what_exceeds_the_context_is_refused_with_the_options_that_fit(
+    place: Path, prompt_tokens: int, new_tokens: int, ways: str
+):
+    sizes = f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of 128; {ways}."
+    grid = Grid((1,), (0,), (8, prompt_tokens), new_tokens, trials=1, warmups=0)
+    with pytest.raises(DraftsmithError, match=f"^{re.escape(sizes)}$"):
+        draftsmith.bench(place / "target", grid=grid, prompts=TEXTS, loading=FP32)
+    settings = LiveSettings(prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    with pytest.raises(DraftsmithError, match=f"^{re.escape(sizes)}$"):
+        demonstrate(place / "none", settings, place / "target", loading=FP32)
+
+
+def test_what_fits_the_context_to_the_last_token_is_measured(place: Path):
+    grid = Grid((1,), (0,), (28,), 100, trials=1, warmups=0)
+    (cell,) = draftsmith.bench(place / "target", grid=grid, prompts=TEXTS, loading=FP32).cells
+    assert cell.generated_tokens == 100
 
 
 def test_prove_takes_objects_and_a_plan(trained: TrainResult, place: Path):

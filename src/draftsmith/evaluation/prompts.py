@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from draftsmith.targets import Target
 
+FEWEST_NEW = 2
+"""So many tokens are written at least, where time is measured: the first one comes with the prompt."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -212,6 +215,21 @@ def cut(target: "Target", prompts: Sequence[Prompt], tokens: int, count: int, ex
             "texts with --data."
         )
     return [windows[index % len(windows)] for index in range(count)]
+
+
+def check_room(context: int, prompt_tokens: int, new_tokens: int) -> None:
+    """Raise DraftsmithError, with the options that would fit, where prompt and new tokens exceed a context."""
+    if prompt_tokens + max(new_tokens, FEWEST_NEW) <= context:
+        return
+    ways = []
+    if prompt_tokens + FEWEST_NEW <= context:
+        ways.append(f"--new-tokens {context - prompt_tokens} or fewer")
+    if new_tokens < context:
+        ways.append(f"--prompt-tokens {context - new_tokens} or fewer")
+    raise DraftsmithError(
+        f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of {context}; give "
+        f"{', or '.join(ways) or 'fewer of both, by --prompt-tokens and --new-tokens'}."
+    )
 
 
 def distinct(prompts: Sequence[Sequence[int]]) -> list[list[int]]:

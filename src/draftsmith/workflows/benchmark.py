@@ -13,7 +13,7 @@ from draftsmith.drafters.base import Drafter
 from draftsmith.engine import Engine
 from draftsmith.evaluation.bench import Peer, prepare_grid, run_grid
 from draftsmith.evaluation.grid import Grid, check_peer
-from draftsmith.evaluation.prompts import Prompt, cut
+from draftsmith.evaluation.prompts import Prompt, check_room, cut
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError
@@ -131,11 +131,7 @@ def bench(
         max_batch=max(grid.batches), max_length=longest, draft=drafting,
         share_prefixes=False,  # every trial reads its prompt
     )
-    if longest > engine.target.max_length:
-        raise DraftsmithError(
-            f"{max(grid.prompt_tokens)} prompt tokens and {grid.new_tokens} new ones do not fit the context of "
-            f"{engine.target.max_length}; shorten one of them."
-        )
+    check_room(engine.target.max_length, max(grid.prompt_tokens), grid.new_tokens)
     for length in grid.prompt_tokens:
         cut(engine.target, texts, length, 1)  # refuses a length that no prompt has, before anything is measured
     if drafting:

@@ -16,11 +16,11 @@ from draftsmith.drafters.trainable.model import TrainableModel
 from draftsmith.engine import Engine
 from draftsmith.evaluation.measuring.measure import Measurement, measure
 from draftsmith.evaluation.measuring.speedup import SpeedupResult
-from draftsmith.evaluation.prompts import cut, embedded_prompts
+from draftsmith.evaluation.prompts import check_room, cut, embedded_prompts
 from draftsmith.plan import NO_DRAFT
 from draftsmith.provenance import provenance
 from draftsmith.targets import Target
-from draftsmith.types import DraftsmithError, SamplingParams
+from draftsmith.types import SamplingParams
 from draftsmith.workflows.demo_speeds import (
     LIVE,
     TRIALS,
@@ -114,11 +114,7 @@ def demonstrate(
     first_stage = Path(drafter) if drafter is not None else assets.demo_first_stage()
     texts = gather_prompts(None)
     loaded = load_target(target, loading, console)
-    if prompt_tokens + max(new_tokens, 2) > loaded.max_length:
-        raise DraftsmithError(
-            f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of {loaded.max_length}; "
-            "shorten one of them."
-        )
+    check_room(loaded.max_length, prompt_tokens, new_tokens)
     trained_model = reopen(first_stage, loaded, torch.float32)
     held_out = {task: cut(loaded, [p for p in texts if p.task == task], prompt_tokens, prompts) for task in TASKS}
     console.print(
