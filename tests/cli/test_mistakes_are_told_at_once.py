@@ -48,6 +48,13 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "serve, keys": (("serve", "--api-key-file", "absent"), "absent cannot be read"),
     "serve, a file without keys": (("serve", "--api-key-file", "file"), "holds none"),
     "serve, port": (("serve", "--port", "65536"), "--port is 65536"),
+    "serve, waiting": (("serve", "--max-waiting", "-1"), "Error: --max-waiting is -1; give a finite number of 0"),
+    "serve, no time": (("serve", "--request-timeout", "0"), "Error: --request-timeout is 0.0; give"),
+    "serve, draining": (("serve", "--drain-seconds", "inf"), "Error: --drain-seconds is inf; give"),
+    "serve, no body": (("serve", "--max-body-bytes", "0"), "Error: --max-body-bytes is 0; give"),
+    "serve, no length": (("serve", "--max-length", "1"), "Error: --max-length is 1; a prompt and its text need"),
+    "serve, rows": (("serve", "--plan", "2", "--draft-rows", "-1"), "Error: --draft-rows is -1; use 0"),
+    "generate, rows": (("generate", "a", "--plan", "2", "--draft-rows", "-1"), "Error: --draft-rows is -1; use 0"),
     "generate, no drafts of a drafter": (("generate", "a", "--no-draft", "--drafter", "ngram"), "drafts nothing"),
     "generate, no drafts by a rule": (
         ("generate", "a", "--no-draft", "--acceptance", "typical", "--temperature", "1"), "leave out --acceptance, or"

@@ -47,6 +47,7 @@ from draftsmith.cli.plans import (
     RemeasureOption,
     SampledOption,
     ShapeOption,
+    check_draft_rows,
     check_drafter,
     named,
     read_drafts,
@@ -165,8 +166,7 @@ def generate(
     if no_draft and asked_for:
         raise DraftsmithError(f"--no-draft drafts nothing; leave out {asked_for}, or --no-draft.")
     refuse_without_drafter(asked_for, target, drafter is not None)
-    if draft_rows is not None and plan is None:
-        raise DraftsmithError("--draft-rows bounds a plan of your own; add --plan, or leave it out.")
+    check_draft_rows(draft_rows, plan)
     if remeasure and plan is not None:
         raise DraftsmithError("--remeasure finds out which drafts pay, and --plan says it; leave one of them out.")
     text = read_prompt(prompt, prompt_file)

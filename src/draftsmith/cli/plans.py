@@ -124,6 +124,14 @@ def refuse_without_drafter(told: str, target: str | None, has_drafter: bool) -> 
         raise DraftsmithError(f"{told} is about drafts, but {target} has no drafter; add --drafter.")
 
 
+def check_draft_rows(rows: int | None, plan: str | None) -> None:
+    """Raise DraftsmithError for a bound without a plan, and for one that is no number of rows."""
+    if rows is not None and plan is None:
+        raise DraftsmithError("--draft-rows bounds a plan of your own; add --plan, or leave it out.")
+    if rows is not None and rows < 0:
+        raise DraftsmithError(f"--draft-rows is {rows}; use 0, which never drafts, or a positive number.")
+
+
 def read_shape(shape: str) -> Plan | None:
     """Read "4,2,1", the name of a published tree, or a JSON file with a list of lists of ranks; "own" is None."""
     from draftsmith.drafters.registry import published_trees

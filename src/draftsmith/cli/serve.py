@@ -19,7 +19,16 @@ from draftsmith.cli.common import (
     importing,
     set_up,
 )
-from draftsmith.cli.plans import DRAFTS, OWN, RemeasureOption, ShapeOption, named, read_shape, refuse_without_drafter
+from draftsmith.cli.plans import (
+    DRAFTS,
+    OWN,
+    RemeasureOption,
+    ShapeOption,
+    check_draft_rows,
+    named,
+    read_shape,
+    refuse_without_drafter,
+)
 from draftsmith.serving.settings import Settings
 from draftsmith.types import DraftsmithError
 from draftsmith.workflows.models import Loading
@@ -108,6 +117,8 @@ def serve(
         raise DraftsmithError(f"--port is {port}; give a number from 0 to 65535.")
     if max_batch < 1:
         raise DraftsmithError(f"--max-batch is {max_batch}; use at least 1.")
+    if max_length is not None and max_length < 2:
+        raise DraftsmithError(f"--max-length is {max_length}; a prompt and its text need at least 2.")
     if no_draft and (plan is not None or drafter):
         raise DraftsmithError("--no-draft drafts nothing; leave out --plan and --drafter, or --no-draft.")
     if remeasure and (no_draft or plan is not None):
@@ -116,8 +127,7 @@ def serve(
     drafts = {"--plan": plan, "--draft-rows": draft_rows, "--remeasure": remeasure or None}
     if not no_draft:
         refuse_without_drafter(named(drafts), target, bool(drafter))
-    if draft_rows is not None and plan is None:
-        raise DraftsmithError("--draft-rows bounds a plan of your own; add --plan, or leave it out.")
+    check_draft_rows(draft_rows, plan)
     settings = Settings(
         names=tuple(served_model_name or ()),
         keys=read_keys(api_key or [], api_key_file),

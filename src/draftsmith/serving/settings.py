@@ -7,6 +7,8 @@ from typing import Literal
 from draftsmith.types import DraftsmithError
 
 Detail = Literal["none", "summary", "detailed"]
+OPTIONS = frozenset({"max_waiting", "request_timeout", "drain_seconds", "max_body_bytes"})
+"""The limits that the command has options for, of the same names."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,20 @@ class Settings:
             raise DraftsmithError("an API key is empty; give a key, or none to let everybody in.")
         for name in ("max_waiting", "drain_seconds"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise DraftsmithError(f"{name} is {getattr(self, name)}; give a finite number of 0 or more.")
+                raise DraftsmithError(f"{_told(name)} is {getattr(self, name)}; give a finite number of 0 or more.")
         for name in (
             "request_timeout", "body_seconds", "head_seconds", "send_seconds", "stall_seconds", "max_body_bytes",
             "grammar_seconds",
         ):
             if not 0 < getattr(self, name) < math.inf:
-                raise DraftsmithError(f"{name} is {getattr(self, name)}; give a finite number above 0.")
+                raise DraftsmithError(f"{_told(name)} is {getattr(self, name)}; give a finite number above 0.")
 
     @property
     def name(self) -> str:
         """The name of the model in answers."""
         return self.names[0]
+
+
+def _told(name: str) -> str:
+    """Return what a limit is called in messages: its option, if it has one."""
+    return f"--{name.replace('_', '-')}" if name in OPTIONS else name
