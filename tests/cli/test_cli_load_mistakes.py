@@ -47,6 +47,17 @@ def test_mistakes_are_one_sentence(serving):
     refused(load(odd, "--num-prompts", "1"), "no chunk of an answer")
 
 
+def test_several_answers_to_a_request_are_refused_before_anything_is_sent(serving):
+    """Two choices with seven tokens each would come as one answer of fourteen, at half the time a token."""
+    known = serving(answer)
+    for body in ('{"n": 2}', '{"n": "2"}', '{"n": 0}'):
+        told = f"--extra-body asks for n = {json.loads(body)['n']!r}".replace("'", '"')
+        refused(load(known, "--num-prompts", "1", "--extra-body", body), told, "leave n out", "--num-prompts")
+    assert not known.seen
+    for body in ('{"n": 1}', '{"n": null}'):
+        assert load(known, "--num-prompts", "1", "--extra-body", body).exit_code == 0
+
+
 def test_a_server_that_is_not_ready_yet_is_waited_for(serving):
     """Only /ready is asked meanwhile; what is missing is told once, and not again while nothing changes."""
     asked_ready = [0]

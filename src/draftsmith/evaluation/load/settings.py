@@ -1,5 +1,6 @@
 """What to send to which server, and what to report: checked before anything is imported or sent."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -143,6 +144,13 @@ class Workload:
             raise DraftsmithError(f"--temperature is {self.temperature:g}; give 0 for greedy, or more.")
         if self.seed < 0:
             raise DraftsmithError(f"--seed is {self.seed}; give a whole number of at least 0.")
+        copies = self.extra_body.get("n")
+        if copies not in (None, 1):
+            raise DraftsmithError(
+                f"--extra-body asks for n = {json.dumps(copies)[:40]} answers to a request, which come in one stream "
+                "with one count of tokens, so none has a time of its own; leave n out, and send more requests by "
+                "--num-prompts."
+            )
 
     @property
     def homogeneous(self) -> bool:
