@@ -104,15 +104,11 @@ def set_up(threads: int | None, notes: Console) -> None:
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read "1,2,4", at least one number; DraftsmithError names the option."""
-    wish = f"{option} is {text!r}; give whole numbers with commas, such as 1,2,4."
+    """Read "1,2,4", at least one number and nothing left out; DraftsmithError names the option."""
     try:
-        found = tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(map(int, text.split(",")))
     except ValueError as error:
-        raise DraftsmithError(wish) from error
-    if not found:
-        raise DraftsmithError(wish)
-    return found
+        raise DraftsmithError(f"{option} is {text!r}; give whole numbers with commas, such as 1,2,4.") from error
 
 
 def say(sentence: str) -> None:

@@ -175,7 +175,7 @@ def load(
         prompts=num_prompts,
         warmups=num_warmups,
         goodput=read_goodput([word for group in [*limits, *(more or [])] for word in group.split()]),
-        metrics=tuple(name.strip() for name in percentile_metrics.split(",") if name.strip()),
+        metrics=tuple(parts_of(percentile_metrics)),
         percentiles=read_percentiles(metric_percentiles),
     )
     folder = (result_dir or Path()) if save_result or save_detailed else None
@@ -245,10 +245,15 @@ def read_extra_body(text: str | None) -> dict[str, Any]:
     return found
 
 
+def parts_of(text: str) -> list[str]:
+    """Return what stands between commas; nothing of an empty text."""
+    return [part.strip() for part in text.split(",")] if text.strip() else []
+
+
 def read_percentiles(text: str) -> tuple[float, ...]:
     """Read "50,95,99.9"; DraftsmithError for anything else."""
     try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
+        return tuple(map(float, parts_of(text)))
     except ValueError as error:
         raise DraftsmithError(
             f"--metric-percentiles is {text!r}; give numbers with commas, such as 50,95,99."

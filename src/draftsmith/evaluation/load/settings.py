@@ -184,7 +184,10 @@ class LoadSettings:
     def __post_init__(self) -> None:
         most = max((count for count in self.clients if count is not None), default=1)
         if any(count is not None and count < 1 for count in self.clients) or not self.clients:
-            raise DraftsmithError(f"the number of clients is {list(self.clients)}; give numbers of at least 1.")
+            given = ",".join(map(str, self.clients)) or "empty"
+            raise DraftsmithError(
+                f"the number of clients is {given}; give --max-concurrency or --sweep numbers of at least 1."
+            )
         if self.prompts < most:
             raise DraftsmithError(
                 f"--num-prompts is {self.prompts}, too few for {most} at a time; give at least {most}."
