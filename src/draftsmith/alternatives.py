@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from draftsmith.references import found_at, keys_of
+
 DEEPEST = 4
 """References that are followed one after the other, and schemas inside each other that are looked into."""
 MOST = 50_000
@@ -78,11 +80,10 @@ def _resolved(schema: Any, root: Any) -> _Schema | None:
     for _ in range(DEEPEST):
         if not isinstance(schema, dict) or "$ref" not in schema:
             break
-        path, schema = schema["$ref"], root
+        path = schema["$ref"]
         if not isinstance(path, str):
             return None
-        for key in path.split("/")[1:]:
-            schema = schema.get(key) if isinstance(schema, dict) else None
+        schema = found_at(root, keys_of(path))
     return schema if isinstance(schema, dict) and "$ref" not in schema else None
 
 

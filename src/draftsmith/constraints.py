@@ -12,6 +12,7 @@ from typing import Any
 
 from draftsmith.alternatives import Comparing, TooManyError
 from draftsmith.patterns import check_in_json, in_json, read_pattern
+from draftsmith.references import found_at, keys_of, make_plain
 from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
 
 
@@ -117,7 +118,8 @@ def check_schema(text: str) -> str:
     """Return the schema in a form that is enforced as a whole.
 
     String lengths become patterns, because as lengths they would allow control characters; values of `enum` that are of
-    another `type` are left out, and required properties are described: the compiler passes over both.
+    another `type` are left out, and required properties are described: the compiler passes over both. References lead
+    by plain names to where they point.
 
     Raises:
         DraftsmithError: for anything that is not a JSON schema, and for keywords that cannot be enforced here.
@@ -129,6 +131,7 @@ def check_schema(text: str) -> str:
     except RecursionError as error:
         raise _too_deep() from error
     places, comparing = [("the JSON schema", schema, 1)], Comparing(schema)
+    referring, standing = list[tuple[str, dict[str, Any]]](), set[int]()
     while places:
         name, found, depth = places.pop()
         if depth > DEEPEST:
@@ -141,11 +144,15 @@ def check_schema(text: str) -> str:
         _check_together(name, found, comparing)
         _check_values(name, found)
         _check_names(name, found)
+        standing.add(id(found))
+        if "$ref" in found:
+            referring.append((name, found))
         if "minLength" in found or "maxLength" in found:
             most = found.pop("maxLength", "")
             found["pattern"] = f'^[^\\x00-\\x1f"\\\\]{{{found.pop("minLength", 0)},{most}}}$'
         # Names of the client's choice may be long, and there may be many inside each other.
         places += [(f"{name[:MOST_NAME]}, {key[:MOST_NAME]}", below, depth + 1) for key, below in _below(found)]
+    _settle_references(schema, referring, standing)
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
@@ -297,6 +304,25 @@ def _check_names(name: str, schema: dict[str, Any]) -> None:
             f"{name} requires {missing[0][:MOST_NAME]!r}, which its properties do not describe; describe it there."
         )
     schema["properties"] = described | dict.fromkeys(missing, True)
+
+
+def _settle_references(root: Any, referring: list[tuple[str, dict[str, Any]]], standing: set[int]) -> None:
+    """Write all references as the compiler reads them; DraftsmithError for one that leads to no schema.
+
+    Args:
+        referring: the schemas that refer to others, with their names.
+        standing: the ids of all schemas that were checked: what stands elsewhere, within a value, was not.
+    """
+    for name, schema in referring:
+        found = found_at(root, keys_of(schema["$ref"]))
+        if not isinstance(found, bool) and id(found) not in standing:
+            raise DraftsmithError(
+                f"{name} refers to {schema['$ref'][:MOST_NAME]!r}, where no schema stands; define it there, or correct "
+                "the reference."
+            )
+    plain = make_plain(root, [schema for _, schema in referring])
+    for _, schema in referring:
+        schema["$ref"] = plain[schema["$ref"]]
 
 
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -41,7 +41,7 @@ BAD: dict[str, tuple[Constraint, str]] = {
     "two at once": (Constraint.of_schema({"anyOf": [{"type": "null"}], "properties": {}}), "'properties' beside"),
     "a format": (Constraint.of_schema({"type": "string", "format": "isbn"}), "the format 'isbn'"),
     "elsewhere": (Constraint.of_schema({"$ref": "http://example.com/x.json"}), "only what begins with #/"),
-    "nothing there": (Constraint.of_schema({"$ref": "#/$defs/x"}), "cannot be compiled"),
+    "nothing there": (Constraint.of_schema({"$ref": "#/$defs/x"}), "'#/$defs/x', where no schema stands"),
     "no alternative": (Constraint.of_schema({"type": "object", "properties": {"a": {"anyOf": []}}}), "at least one"),
     "alternatives that are none": (Constraint.of_schema({"allOf": 3}), "allOf = 3; give a list of schemas"),
     "properties that are none": (Constraint.of_schema({"type": "object", "properties": 3}), "an object with schemas"),

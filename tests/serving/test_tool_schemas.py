@@ -116,6 +116,15 @@ def test_a_schema_without_references_stands_where_it_is_used():
     assert schema["maxItems"] == 3
 
 
+def test_references_of_a_tool_are_followed_as_json_pointers():
+    parameters = {
+        "type": "object", "properties": {"x": {"$ref": "#/$defs/a~1b"}}, "required": ["x"],
+        "additionalProperties": False, "$defs": {"a/b": {"const": 5}},
+    }
+    schema = calls_schema([tool("f", parameters), tool("clock", None)], 1)
+    assert fits(schema, "f", '{"x": 5}') and not fits(schema, "f", '{"x": 6}')
+
+
 OBJECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "says nothing of types": ({"description": "x"}, {"description": "x", "type": "object"}),
     "an object among others": ({"type": ["null", "object"]}, {"type": "object"}),
@@ -134,6 +143,7 @@ NONE: dict[str, dict[str, Any]] = {
     "values": {"enum": ["x", 3]},
     "a value": {"const": "x"},
     "one of several": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "integer"}}},
+    "one under another name": {"anyOf": [{"$ref": "#/$defs/a~1b"}], "$defs": {"a/b": {"type": "integer"}}},
 }
 
 

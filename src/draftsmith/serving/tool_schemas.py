@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from draftsmith.references import NOWHERE, found_at, keys_of
 from draftsmith.serving.errors import bad
 from draftsmith.serving.openai_fields import Tool
 
@@ -84,10 +85,8 @@ def _of_objects(schema: Any, root: dict[str, Any], allowing: dict[str, bool]) ->
 
 def _found(reference: str, root: dict[str, Any]) -> Any:
     """Return what a reference points at; True, which allows anything, where it leads nowhere: that is refused later."""
-    found: Any = root
-    for name in reference.split("/")[1:]:
-        found = found.get(name, True) if isinstance(found, dict) else True
-    return found
+    found = found_at(root, keys_of(reference))
+    return True if found is NOWHERE else found
 
 
 def _moved(schema: Any, root: str) -> Any:

@@ -1,0 +1,84 @@
+"""References of a schema lead where JSON pointers lead, or are refused."""
+
+import json
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+from draftsmith.constraints import check_schema
+from draftsmith.engine.requests.grammars import Grammars
+from draftsmith.types import Constraint, DraftsmithError
+from tests.helpers.constrained import target_with
+
+pytest.importorskip("xgrammar", reason="constraints need xgrammar, of the extra `serve`")
+
+NUMBER, WORD = {"type": "integer"}, {"enum": ["w"]}
+DEFINED = {
+    "a/b": NUMBER, "c~d": NUMBER, "~1": NUMBER, "/": WORD, "e%f": NUMBER, "two words": NUMBER, "é": NUMBER,
+    "plain": NUMBER, "moved10": WORD, "c~0d": WORD, "either": {"anyOf": [NUMBER, {"type": "null"}]},
+    "t/r/e/e": {
+        "type": "object", "properties": {"k/ids": {"type": "array", "items": {"$ref": "#/$defs/t~1r~1e~1e"}}},
+        "additionalProperties": False,
+    },
+}
+NUMBERS = [
+    "a~1b", "c~0d", "~01", "e%25f", "e%f", "two words", "two%20words", "%C3%A9", "é", "plain", "either/anyOf/0", "c~d",
+]
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(target_with("byte-level"))
+
+
+def fits(schema: dict[str, Any], text: str) -> bool:
+    from xgrammar import GrammarMatcher
+
+    matcher = GrammarMatcher(grammars().compiled(Constraint.of_schema(schema)), terminate_without_stop_token=True)
+    return bool(matcher.accept_string(text)) and matcher.is_terminated()
+
+
+def with_property(reference: str, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "object", "properties": {"x": {"$ref": reference}, **more}, "required": ["x"],
+        "additionalProperties": False, "$defs": DEFINED,
+    }
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_reference_is_followed_as_a_json_pointer(name: str):
+    schema = with_property(f"#/$defs/{name}")
+    assert fits(schema, '{"x": 1}')
+    assert not fits(schema, '{"x": "w"}') and not fits(schema, '{"x": null}')
+    once = check_schema(json.dumps(schema))
+    assert check_schema(once) == once
+
+
+def test_what_refers_to_itself_under_such_a_name_is_followed_too():
+    schema = with_property("#/$defs/t~1r~1e~1e", y={"$ref": "#/$defs/t~1r~1e~1e/properties/k~1ids"})
+    assert fits(schema, '{"x": {"k/ids": [{}, {"k/ids": [{}]}]}, "y": [{}]}')
+    assert not fits(schema, '{"x": {"k/ids": [1]}}') and not fits(schema, '{"x": {}, "y": [{"k": []}]}')
+
+
+def test_such_names_of_properties_are_kept_as_they_are():
+    schema = with_property("#/properties/y~1z", **{"y/z": NUMBER})
+    assert fits(schema, '{"x": 1, "y/z": 2}') and not fits(schema, '{"x": 1, "y/z": "w"}')
+
+
+def test_alternatives_are_compared_behind_such_references():
+    apart = {"oneOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/$defs/~1"}], "$defs": DEFINED}
+    assert fits(apart, "7") and fits(apart, '"w"')
+    with pytest.raises(DraftsmithError, match="the alternatives 0 and 1"):
+        fits({**apart, "oneOf": [{"$ref": "#/$defs/a~1b"}, {"$ref": "#/$defs/c~0d"}]}, "7")
+
+
+@pytest.mark.parametrize("reference", [
+    "#/$defs/none", "#/$defs/a/b", "#/$defs/a%2Fb", "#/$defs/either/anyOf/2", "#/$defs/either/anyOf/-1", "#/$defs/",
+    "#/properties/y/const", "#/$defs", "#/properties/x/$ref",
+])
+def test_what_leads_to_no_schema_is_refused(reference: str):
+    told = f"the JSON schema, x refers to {reference!r}, where no schema stands"
+    with pytest.raises(DraftsmithError, match=re.escape(told)):
+        check_schema(json.dumps(with_property(reference, y={"const": {"type": "string", "uniqueItems": 1}})))
