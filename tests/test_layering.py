@@ -10,7 +10,7 @@ from draftsmith.drafters.registry import BUILT_IN
 SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
-    ("memory", "references", "replays", "types"),
+    ("dates", "memory", "references", "replays", "types"),
     ("alternatives", "files", "patterns", "system", "text_files", "user_cache"),
     ("assets", "constraints", "native", "plan", "processor", "provenance"),
     ("dtypes",),

@@ -2,15 +2,13 @@
 
 import json
 import re
-from functools import cache
 from typing import Any
 
 import pytest
 
 from draftsmith.constraints import check_schema
-from draftsmith.engine.requests.grammars import Grammars
-from draftsmith.types import Constraint, DraftsmithError
-from tests.helpers.constrained import target_with
+from draftsmith.types import DraftsmithError
+from tests.helpers.constrained import fits
 
 pytest.importorskip("xgrammar", reason="constraints need xgrammar, of the extra `serve`")
 
@@ -26,18 +24,6 @@ DEFINED = {
 NUMBERS = [
     "a~1b", "c~0d", "~01", "e%25f", "e%f", "two words", "two%20words", "%C3%A9", "é", "plain", "either/anyOf/0", "c~d",
 ]
-
-
-@cache
-def grammars() -> Grammars:
-    return Grammars(target_with("byte-level"))
-
-
-def fits(schema: dict[str, Any], text: str) -> bool:
-    from xgrammar import GrammarMatcher
-
-    matcher = GrammarMatcher(grammars().compiled(Constraint.of_schema(schema)), terminate_without_stop_token=True)
-    return bool(matcher.accept_string(text)) and matcher.is_terminated()
 
 
 def with_property(reference: str, **more: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from draftsmith.alternatives import Comparing, TooManyError
+from draftsmith.dates import PATTERNS
 from draftsmith.patterns import check_in_json, in_json, read_pattern
 from draftsmith.references import found_at, keys_of, make_plain
 from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
@@ -117,9 +118,10 @@ def choices_in(text: str) -> list[str]:
 def check_schema(text: str) -> str:
     """Return the schema in a form that is enforced as a whole.
 
-    String lengths become patterns, because as lengths they would allow control characters; values of `enum` that are of
-    another `type` are left out, and required properties are described: the compiler passes over both. References lead
-    by plain names to where they point.
+    String lengths become patterns, because as lengths they would allow control characters, and so do formats with
+    dates, because as formats they would allow 30 February. Values of `enum` that are of another `type` are left out,
+    and required properties are described: the compiler passes over both. References lead by plain names to where they
+    point.
 
     Raises:
         DraftsmithError: for anything that is not a JSON schema, and for keywords that cannot be enforced here.
@@ -150,6 +152,8 @@ def check_schema(text: str) -> str:
         if "minLength" in found or "maxLength" in found:
             most = found.pop("maxLength", "")
             found["pattern"] = f'^[^\\x00-\\x1f"\\\\]{{{found.pop("minLength", 0)},{most}}}$'
+        if found.get("format") in PATTERNS:
+            found["pattern"] = PATTERNS[found.pop("format")]
         # Names of the client's choice may be long, and there may be many inside each other.
         places += [(f"{name[:MOST_NAME]}, {key[:MOST_NAME]}", below, depth + 1) for key, below in _below(found)]
     _settle_references(schema, referring, standing)

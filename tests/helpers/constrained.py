@@ -4,12 +4,14 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.drafters.base import Drafter
+from draftsmith.engine.requests.grammars import Grammars
 from draftsmith.plan import Plan
 from draftsmith.targets import Target
 from draftsmith.types import Constraint, Context, Draft
@@ -73,6 +75,19 @@ def target_of_letters(letters: str) -> Target:
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
     return Target(tiny_model(vocabulary=len(letters)), wrapped, name="tiny-letters")
+
+
+@cache
+def _grammars() -> Grammars:
+    return Grammars(target_with("byte-level"))
+
+
+def fits(schema: dict[str, Any], text: str) -> bool:
+    """Return whether a text is one that a schema's constraint lets through whole."""
+    from xgrammar import GrammarMatcher
+
+    matcher = GrammarMatcher(_grammars().compiled(Constraint.of_schema(schema)), terminate_without_stop_token=True)
+    return bool(matcher.accept_string(text)) and matcher.is_terminated()
 
 
 class Stubborn(Drafter):
