@@ -202,6 +202,12 @@ def test_what_nothing_can_be_held_to_is_refused_alone(name: str):
 
 STRINGS = {"type": "function", "function": {"name": "say", "parameters": {"type": "string"}}}
 NO_SUCH = {"type": "object", "properties": {"a": {"type": "no such"}}}
+
+
+def named(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
 BLAMED: dict[str, tuple[dict[str, Any], str]] = {
     "a schema": ({"response_format": {"type": "json_schema", "json_schema": {"schema": NO_SUCH}}}, "response_format"),
     "a pattern": ({"structured_outputs": {"regex": "(a"}}, "structured_outputs"),
@@ -218,6 +224,14 @@ BLAMED: dict[str, tuple[dict[str, Any], str]] = {
     "allowed in no known mode": ({"tools": [CLOCK], **allowed("none", "clock")}, "tool_choice"),
     "a schema that nothing satisfies": (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, "response_format"
+    ),
+    "half a character in a tool's name": ({"tools": [named("\ud800")]}, "tools"),
+    "half a character in the name of a tool that must be called": (
+        {"tools": [CLOCK, named("\ud800")], "tool_choice": "required"}, "tools"
+    ),
+    "half a character in a description": ({"tools": [named("x", description="a\udc00")]}, "tools"),
+    "half a character in the name of an argument": (
+        {"tools": [named("x", parameters={"type": "object", "properties": {"\udfff": True}})]}, "tools"
     ),
     "half of a character": ({"prediction": {"type": "content", "content": "\ud800"}}, "prediction"),
     "allowed, but not which": ({"tools": [CLOCK], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),

@@ -1,5 +1,6 @@
 """Turns the fields of a request into sampling parameters, and refuses what a request may not ask for."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ UNSERVED = {
 }
 """Fields of other servers that would change the answer, with what to do instead."""
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
 
 def check_general(fields: Generation, settings: Settings) -> None:
     """Refuse values that no request may have, whatever its other fields are."""
@@ -49,9 +52,13 @@ def check_general(fields: Generation, settings: Settings) -> None:
 
 
 def check_tools(tools: Sequence[Any] | None, settings: Settings) -> None:
-    """Refuse more tools than one request may have."""
+    """Refuse more tools than one request may have, and texts in them that no tokenizer reads."""
     if tools is not None and len(tools) > settings.max_tools:
         raise bad(f"tools has {len(tools)} entries; the most is {settings.max_tools}.", "tools")
+    for number, tool in enumerate(tools or ()):
+        half = _SURROGATE.search(json.dumps(tool.model_dump(), ensure_ascii=False))
+        if half is not None:
+            raise bad(f"tool {number} has {half[0]!r}, which is half of a character; fix the text.", "tools")
 
 
 def check_copies(texts: int, settings: Settings) -> None:
