@@ -39,6 +39,30 @@ def test_no_route_is_open_without_a_key(method: str, path: str, host: str):
     asyncio.run(main())
 
 
+def test_a_request_line_may_name_the_whole_address():
+    """Clients of proxies send it so. What stands before the path is no key to anything."""
+    lines = {
+        "GET http://host/health": 200, "GET HTTP://host:80/health?x=http://y/z": 200, "GET https://health/ready": 200,
+        "GET http://toy/v1/models": 401, "GET http://toy/%76ersion": 401, "GET http://toy": 200, "GET http:": 401,
+        "GET ftp://host/health": 401, "GET http://host/http://host/health": 401, "GET http://health": 200,
+    }
+
+    def status(host: str, port: int, line: str) -> int:
+        with socket.create_connection((host, port), timeout=10) as asking:
+            asking.sendall(f"{line} HTTP/1.1\r\nhost: toy\r\nconnection: close\r\n\r\n".encode())
+            return int(asking.recv(12).split()[1])
+
+    with listening(make_service(keys=("first",))) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        assert {line: status(host, int(port), line) for line in lines} == lines
+        found = socket.create_connection((host, int(port)), timeout=10)
+        with found:
+            found.sendall(
+                b"GET http://toy/v1/models HTTP/1.1\r\nhost: toy\r\nx-api-key: first\r\nconnection: close\r\n\r\n"
+            )
+            assert found.recv(12).split()[1] == b"200"
+
+
 def test_every_key_opens():
     async def main() -> None:
         async with running(make_service(keys=("first", "second"))) as client:

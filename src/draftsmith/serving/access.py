@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, MutableMapping
 from typing import Any
+from urllib.parse import unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,6 +29,7 @@ MODEL, MODEL_PATHS = "/v1/models/{model}", "/v1/models/"
 """Requests for a single model are counted together, whatever its name."""
 REQUEST_IDS = (b"x-request-id", b"request-id")
 """The headers in which OpenAI's and Anthropic's clients read the id of a request."""
+_ADDRESS = re.compile(rb"https?://[^/]*", re.IGNORECASE)
 _ID = re.compile(r"[\w.:@/+=-]{1,128}")
 
 
@@ -54,6 +56,7 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        take_origin_form(scope)
         began, path = time.monotonic(), str(scope["path"])
         identity = _id_of(scope)
         state: dict[str, Any] = {"request_id": identity, "key": "", "began": began}
@@ -99,6 +102,17 @@ class Access:
         if not given or not any(matches):
             raise ApiError(401, "the API key is missing or wrong.", code="invalid_api_key")
         return given.decode("utf-8", "replace")
+
+
+def take_origin_form(scope: Scope) -> None:
+    """Read `GET http://host/health` as `GET /health`: servers have to take both (RFC 9112, section 3.2.2)."""
+    if scope["path"].startswith("/"):
+        return
+    raw: bytes = scope["raw_path"]
+    address = _ADDRESS.match(raw)
+    if address is not None:
+        scope["raw_path"] = raw[address.end() :] or b"/"
+        scope["path"] = unquote(scope["raw_path"].decode("ascii"))
 
 
 def _key_of(scope: Scope) -> bytes:
