@@ -270,6 +270,40 @@ def test_who_is_still_in_when_the_time_to_drain_is_up_is_told_so(signals: int, s
     assert "the server ended before this text did" in last and done == "data: [DONE]"
 
 
+HUNG = """
+from draftsmith.serving.run import listen, run
+from tests.serving.test_faults import Hangs
+from tests.serving.toy import make_service, oracle
+
+bound = listen("127.0.0.1", 0)
+service = make_service(drafter=oracle(kind=Hangs), drain_seconds=600.0)
+run(service, bound, lambda: print(bound.getsockname()[1], flush=True))
+"""
+
+
+def test_a_third_signal_ends_a_server_at_once_whose_step_hangs():
+    with subprocess.Popen(
+        [sys.executable, "-c", HUNG], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None and server.stderr is not None
+        try:
+            port = int(server.stdout.readline())
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as asking:
+                content = json.dumps(body("one"))
+                head = f"POST {PATH} HTTP/1.1\r\nhost: toy\r\ncontent-type: application/json\r\n"
+                asking.sendall(f"{head}content-length: {len(content)}\r\n\r\n{content}".encode())
+                until(lambda: httpx.get(f"http://127.0.0.1:{port}/status").json()["texts"] == 1)
+                server.send_signal(signal.SIGTERM)
+                until(lambda: httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 503)
+                server.send_signal(signal.SIGTERM)
+                assert "not all texts came to their end" in server.stderr.readline()
+                server.send_signal(signal.SIGTERM)
+                assert server.wait(10) == -signal.SIGTERM
+        finally:
+            server.kill()
+
+
 def test_who_does_not_read_is_cut_off():
     """Its text is taken out, and its connection does not wait for it to read."""
     service, bound = make_service(max_batch=16, send_seconds=0.3), listen("127.0.0.1", 0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -51,7 +52,12 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end; unlike uvicorn's own handler, this one lets the process exit with 0 after the signal."""
         self._signals += 1
-        if self._loop is None or self.should_exit or self._signals > 2:
+        if self._signals > 2:
+            # Any end in good order waits for the engine's thread, which may hang in a step.
+            log.warning("ended at once", extra={"fields": {"texts": self._service.inside}})
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        if self._loop is None or self.should_exit:
             self.should_exit = self.force_exit = True
             return
         self._loop.call_soon_threadsafe(self.drain if self._signals == 1 else self._hurried.set)
