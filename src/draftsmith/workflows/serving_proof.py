@@ -26,10 +26,10 @@ from draftsmith.evaluation.measuring.losslessness import Divergence, first_diver
 from draftsmith.evaluation.proof.changing_policy import NAME, PLANS, ChangingPolicy
 from draftsmith.evaluation.proof.exact_distribution import (
     ExactDistribution,
+    apart_from,
     enumerate_distribution,
     read_by_decoding,
     read_plainly,
-    rounding_between,
 )
 from draftsmith.evaluation.proof.greedy import GreedyProof, MakeEngine, OnProgress, explain_all
 from draftsmith.evaluation.proof.prove import Proof, SmallPair, Workload
@@ -281,16 +281,10 @@ def _cells_here(
 ) -> tuple[list[Cell], float]:
     """Draw from the real target with a top-k; return the cells, and the distance between the target's two forwards."""
     params = SamplingParams(temperature=1.0, top_k=work.top_k, max_tokens=work.joint_tokens, ignore_eos=True)
-    plainly, decoding = read_plainly(target), read_by_decoding(target)
-    reader = plainly if target.dtype in (torch.float32, torch.float64) else decoding
+    reader = read_plainly(target) if target.dtype in (torch.float32, torch.float64) else read_by_decoding(target)
     prompt = middling(target, reader, prompts, params, work.joint_tokens)
     exact = enumerate_distribution(reader, target, prompt, params, work.joint_tokens)
-    apart = max(
-        exact.distance(enumerate_distribution(other, target, prompt, params, work.joint_tokens))
-        for other in (plainly, decoding)
-    )
-    if not exact_shapes:
-        apart = max(apart, rounding_between(target, exact, prompt, params, work.joint_tokens))
+    apart = apart_from(exact, target, prompt, params, work.joint_tokens, exact_shapes)
     plans = _plans(plan, drafter)
     runs: list[_Run] = [
         (NAME, lambda: ChangingPolicy(plans), max(LEAST, work.draws // SHARE_HERE * rows), rows)

@@ -119,6 +119,23 @@ def rounding_between(
     )
 
 
+def apart_from(
+    exact: ExactDistribution, target: Target, prompt: Sequence[int], params: SamplingParams, length: int,
+    exact_shapes: bool,
+) -> float:
+    """Return the largest total variation from a distribution to the same one by any forward that reads no drafts.
+
+    Args:
+        exact_shapes: whether logits are the same bits in every shape of the forward; otherwise reads over a cache count
+            too, see `rounding_between`.
+    """
+    apart = max(
+        exact.distance(enumerate_distribution(reader, target, prompt, params, length))
+        for reader in (read_plainly(target), read_by_decoding(target))
+    )
+    return apart if exact_shapes else max(apart, rounding_between(target, exact, prompt, params, length))
+
+
 @torch.no_grad()
 def enumerate_distribution(
     reader: Reader, target: Target, prompt: Sequence[int], params: SamplingParams, length: int, remembers: bool = True

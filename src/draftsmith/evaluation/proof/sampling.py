@@ -18,11 +18,11 @@ from draftsmith.evaluation.proof.chi_square import detectable, fit, variation, v
 from draftsmith.evaluation.proof.draws import MakeStepper, draw
 from draftsmith.evaluation.proof.exact_distribution import (
     ExactDistribution,
+    apart_from,
     check_size,
     enumerate_distribution,
     read_by_decoding,
     read_plainly,
-    rounding_between,
 )
 from draftsmith.evaluation.proof.shared_rows import SharedRows
 from draftsmith.evaluation.proof.small_target import PROMPT
@@ -170,10 +170,7 @@ def prove_sampling_here(
     exact, apart = {}, 0.0
     for params, start in ((unpenalised, prompt), (punished, repetitive)):
         exact[id(params)] = enumerate_distribution(reader, target, start, params, length)
-        for other in (read_plainly(target), read_by_decoding(target)):
-            apart = max(apart, exact[id(params)].distance(enumerate_distribution(other, target, start, params, length)))
-        if not exact_shapes:
-            apart = max(apart, rounding_between(target, exact[id(params)], start, params, length))
+        apart = max(apart, apart_from(exact[id(params)], target, start, params, length, exact_shapes))
 
     depth = length - 1
     own = plan.shortened(depth)
