@@ -116,6 +116,17 @@ class StaleEntry(BrokenForward):
         return out
 
 
+class FlatOverCache(WrappedTarget):
+    """Reads a single token over a cache as if it were twice as warm; drafts are read as they should be."""
+
+    def forward(
+        self, cache: KVCache, nodes: Nodes, taps: tuple[int, ...] = (-1,), keep_logits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        logits_BMV, features_BMF = super().forward(cache, nodes, taps, keep_logits)
+        is_plain = nodes.tokens_BM.shape[1] == 1 and bool((nodes.cached_B > 0).all())
+        return logits_BMV / 2 if is_plain else logits_BMV, features_BMF
+
+
 @dataclass(frozen=True)
 class Planted:
     """A fault: what to put in the place of a healthy part, where it has to be found, and what the draws need for it."""

@@ -26,13 +26,13 @@ from draftsmith.evaluation.proof.exact_distribution import (
 )
 from draftsmith.evaluation.proof.prove import Proof, SmallPair, Workload, prove
 from draftsmith.evaluation.proof.rounding import logits_by_shape, measure_movement, tie_or_fault_by_movement
-from draftsmith.evaluation.proof.sampling import ALPHA
+from draftsmith.evaluation.proof.sampling import ALPHA, prove_sampling_here
 from draftsmith.evaluation.proof.shared_rows import SharedRows
 from draftsmith.evaluation.proof.small_target import PROMPT, STAND_IN, TableDrafter, small_drafter, small_target
 from draftsmith.plan import NO_DRAFT, Plan
 from draftsmith.targets import Nodes, Target
 from draftsmith.types import DraftsmithError, SamplingParams
-from tests.evaluation.planted import PLANTED, LeakyMask, Planted
+from tests.evaluation.planted import PLANTED, FlatOverCache, LeakyMask, Planted
 from tests.helpers.tiny import prompts, save_tiny_target, tiny_model, tiny_target
 
 PLAN = Plan((2, 1, 1))
@@ -76,6 +76,27 @@ def test_a_planted_fault_is_a_defect(name: str):
     parts = {"greedy": proof.greedy.defects, "sampling": proof.sampling.defects}
     assert parts[PLANTED[name].found_in] > 0
     assert proof.sentence().startswith("DEFECT: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_plain_reads_over_a_cache_that_are_wrong_are_a_defect_and_no_rounding(dtype: torch.dtype):
+    """The best tokens stay the best, so no greedy text shows it; in 16 bits a total variation of 0.1 is let pass."""
+    sound = Target(copy.deepcopy(tiny_model()).to(dtype), name="sound")
+    draws = {
+        name: prove_sampling_here(
+            target, TableDrafter(target), PLAN, prompts(2, shortest=4, longest=4), 1_000, length=2, top_k=8,
+            rows=1_000, exact_shapes=False,
+        )
+        for name, target in {"sound": sound, "flat": FlatOverCache(sound)}.items()
+    }
+    assert draws["sound"].apart <= draws["sound"].most_apart
+    assert draws["flat"].apart > 0.1 >= draws["flat"].most_apart and draws["flat"].defects > 0
+    assert chosen_over_cache(sound) == chosen_over_cache(FlatOverCache(sound))
+
+
+def chosen_over_cache(target: Target) -> list[int]:
+    asked = prompts(4, shortest=4, longest=4)
+    return [int(read_over_cache(target, 0)(torch.tensor([prompt])).argmax()) for prompt in asked]
 
 
 def test_typical_acceptance_is_lossy_by_choice_and_hides_no_defect():
