@@ -8,7 +8,7 @@ every text, plan and position in the text how many guesses the plan makes there,
 From that follows what any choices would have brought, without decoding again. A step takes as long as the target takes
 for so many tokens, with what the engine does around it for so many rows, with or without drafts; and for every depth
 of its drafts as long as the drafter takes for the rows that are that deep, whatever their plans. Every step takes at
-random a little more or less (`NOISE`).
+random a little more or less (`recorded_clock.NOISE`).
 
 Two kinds of load are decoded: calls (`batch` texts begin together, and the call is over when the last one is; ratios
 are geometric means over calls) and crowds (whenever a text ends, another one begins; tokens a second). Each is
@@ -27,13 +27,13 @@ import json
 import math
 import random
 import statistics
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from common import GEOMETRIES, arguments, finish, main, model_folder, say, show_table, start
+from recorded_clock import NOTHING, Machine, Outcome
 from rich.progress import track
 
 from draftsmith import assets
@@ -56,23 +56,8 @@ from draftsmith.targets import Target
 from draftsmith.types import DraftsmithError, SamplingParams
 from draftsmith.workflows.fitting import READY_HOPE
 
-NOISE = 0.04
-"""The standard deviation of the logarithm of a step's time."""
 TOGETHER = 16
 """Positions that are recorded at a time."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of a draft: how many guesses stayed, how many were verified, how deep they were, and see `RowHistory.behind`."""
-
-    stayed: int
-    drafted: int
-    depth: int
-    behind: bool
-
-
-NOTHING = Outcome(0, 0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -176,52 +161,6 @@ def depth_of(parents: Sequence[int]) -> int:
     return max(depths, default=0)
 
 
-class Machine:
-    """Tells how long steps take."""
-
-    def __init__(self, recording: Recording, rng: random.Random) -> None:
-        profile = self._profile = recording.profile
-        self._width, self._rng = recording.width, rng
-        arms, numbers = profile.arms, range(len(profile.rows))
-        # Fewer rows never take longer: if they seem to, something else slowed them.
-        plain = [min(arms[0].seconds[at:]) for at in numbers]
-        self._around_s = [max(0.0, took - self._width.of(rows)) for rows, took in zip(profile.rows, plain, strict=True)]
-        steady = [arm for arm in arms if arm.plan.is_chain and arm.plan.depth and arm.is_steady]
-        # Where every plan makes as many guesses as it finds: their costs when all that fit are made.
-        drafting = steady or [arm for arm in arms if arm.full]
-        self._first_s, self._level_s = list[float](), list[float]()
-        for at, rows in enumerate(profile.rows):
-            took = [(arm.seconds if steady else arm.full)[at] for arm in drafting]
-            points = [
-                (arm.plan.depth, spent - self._around_s[at] - self._width.of(rows * (1 + arm.plan.max_nodes)))
-                for arm, spent in zip(drafting, took, strict=True)
-            ]
-            alike = len({depth for depth, _ in points}) <= 1
-            level = 0.0 if alike else statistics.linear_regression(*zip(*points, strict=True)).slope
-            self._level_s.append(max(0.0, level))
-            first = statistics.mean(more - self._level_s[-1] * depth for depth, more in points) if points else 0.0
-            self._first_s.append(max(0.0, first))
-
-    def seconds(self, outcomes: Sequence[Outcome]) -> float:
-        """Return the seconds of a step whose rows draft so."""
-        took = self._width.of(len(outcomes) + sum(one.drafted for one in outcomes))
-        for depth in range(1, 1 + max(one.depth for one in outcomes)):
-            took += self._of_rows(self._level_s, sum(one.depth >= depth for one in outcomes))
-        took += self._of_rows(self._around_s, len(outcomes))
-        if any(one.depth for one in outcomes):
-            took += self._of_rows(self._first_s, sum(one.depth > 0 for one in outcomes))
-        return took * math.exp(NOISE * self._rng.gauss(0, 1))
-
-    def _of_rows(self, seconds: Sequence[float], rows: int) -> float:
-        """Return the seconds of so many rows, from those of the measured numbers of rows."""
-        known = self._profile.rows
-        right = min(bisect_left(known, rows), len(known) - 1)
-        if known[right] == rows or right == 0:
-            return seconds[right]
-        left = right - 1
-        return seconds[left] + (seconds[right] - seconds[left]) * (rows - known[left]) / (known[right] - known[left])
-
-
 class Play:
     """Decodes texts in imagination.
 
@@ -313,7 +252,7 @@ def replay(recording: Recording, args: Any) -> list[dict[str, Any]]:
             policy = Fitted(Known(profile, hope=READY_HOPE), learns_times=True)
 
             def playing(plan: Plan | None, policy: Fitted = policy, seed: int = seed) -> Play:
-                return Play(recording, Machine(recording, random.Random(seed)), policy, plan)
+                return Play(recording, Machine(recording.profile, recording.width, random.Random(seed)), policy, plan)
 
             # A policy that is not new has met other texts before.
             for turn in range(2):
