@@ -46,6 +46,12 @@ def compare(place: Path, *more: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_where_it_is_no_terminal_a_line_tells_of_every_method_and_round(place: Path, tmp_path: Path):
+    said = CliRunner().invoke(app, arguments(place, "--family", "ngram", "--out", str(tmp_path))).stderr.splitlines()
+    parts = ("ngram", "round 1", "round 2", "round 3")
+    assert [line for line in said if line.startswith("now: ")] == [f"now: decoding, {part}" for part in parts]
+
+
 def test_two_options_of_one_family(place: Path):
     families = ("--family", "mlp:inner_dim=16", "--family", "mlp:n_predict=2,tie_weights=true")
     code, output = compare(place, *families, "--json", str(place / "result.json"))

@@ -141,12 +141,18 @@ def compare(
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Give what shows what is being decoded; the line comes with the first of it."""
+    """Give what shows what is being decoded; where that is no terminal, a line for every method and round."""
     status = console.status("")
+    told: set[str] = set()
 
     def report(label: str) -> None:
-        status.update(f"decoding, {label}")
-        status.start()
+        part = label.partition(":")[0]
+        if console.is_terminal:
+            status.update(f"decoding, {label}")
+            status.start()  # with the first of it; what is said of training comes before
+        elif part not in told:
+            console.print(f"[dim]now: decoding, {part}[/dim]", highlight=False)
+        told.add(part)
 
     try:
         yield report
