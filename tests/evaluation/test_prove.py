@@ -206,6 +206,18 @@ def test_the_chi_square_test_sees_what_it_says_and_no_more():
     assert fit(rng.multinomial(count, p_C), 1, p_C).p_value == 0.0
 
 
+def test_continuations_that_are_all_rare_are_tested_by_several_together():
+    p_C, count = np.full(219, 1 / 219), 200  # each is expected less than once
+    rng = np.random.default_rng(4)
+    found = [fit(rng.multinomial(count, p_C), 0, p_C) for _ in range(300)]
+    assert found[0].freedom == 35
+    assert 0.02 < np.mean([one.p_value < 0.1 for one in found]) < 0.2
+    half_C = np.where(np.arange(219) < 110, 2 / 219, 0.0)
+    assert fit(rng.multinomial(count, half_C / half_C.sum()), 0, p_C).p_value < ALPHA
+    with pytest.raises(DraftsmithError, match="9 draws are too few for 219 continuations"):
+        fit(rng.multinomial(9, p_C), 0, p_C)
+
+
 def test_the_small_drafter_is_of_the_users_family_or_a_stand_in_and_says_so():
     toy = small_target()
     drafter, name = small_drafter(toy, families()["mlp"])

@@ -260,14 +260,25 @@ def test_bad_data_is_named(tmp_path: Path):
     (tmp_path / "cut.jsonl.xz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(DraftsmithError, match=r"cut\.jsonl\.xz is cut short or broken"):
         loader(tmp_path / "cut.jsonl.xz")
-    with pytest.raises(DraftsmithError, match=r"no document in data.sources can be used \(9: shorter than 50 tokens\)"):
-        Loader(
-            DataSection.model_validate(
-                {"sources": [{"path": str(write(tmp_path / "s.jsonl", numbered(9)))}], "held_out_every": 0}
-            ),
-            reader_of_numbers(), Windowing(50, prompts=99), seed=1,
-        ).next_window()
     assert "check the path" in str(missing_file(tmp_path / "nowhere" / "x"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "1 2 3"}', r"\(9: shorter than 50 tokens\); add longer ones, or lower stage2.prompt_tokens"),
+        (
+            '{"prompt": "1 2 3 4", "completion": "5"}',
+            r"\(9: prompt longer than 3 tokens\); give shorter ones, lower stage2.new_tokens to leave them room, or",
+        ),
+    ],
+)
+def test_prompts_of_which_none_fits_are_refused_with_what_helps(tmp_path: Path, line: str, message: str):
+    (tmp_path / "some.jsonl").write_text(f"{line}\n" * 9)
+    section = DataSection.model_validate({"sources": [{"path": str(tmp_path / "some.jsonl")}], "held_out_every": 0})
+    prompts = Loader(section, reader_of_numbers(), Windowing(50, prompts=3), seed=1)
+    with pytest.raises(DraftsmithError, match=f"no document in data.sources can be used {message}"):
+        prompts.next_window()
 
 
 def test_shrunken_source_is_noticed(tmp_path: Path):

@@ -42,14 +42,28 @@ def critical(freedom: int, alpha: float) -> float:
 
 
 def pool(p_C: NDArray[np.float64], count: int) -> NDArray[np.int64]:
-    """Return the cell of every outcome; rare outcomes share one, which takes in larger ones until it is big enough."""
+    """Return the cell of every outcome.
+
+    Rare outcomes share one cell, which takes in larger ones until it is big enough. If that takes in all of them, they
+    are dealt out to as many cells as are big enough, from the rarest on.
+    """
     order_C = np.argsort(p_C)
     sums_C = np.cumsum(p_C[order_C]) * count
     rare = int((p_C * count < LEAST_EXPECTED).sum())
     if rare:
         rare = max(rare, int(np.searchsorted(sums_C, LEAST_EXPECTED)) + 1)
     cells_C = np.empty(len(p_C), dtype=np.int64)
-    cells_C[order_C] = np.maximum(np.arange(len(p_C)) - max(rare - 1, 0), 0)
+    if rare < len(p_C):
+        cells_C[order_C] = np.maximum(np.arange(len(p_C)) - max(rare - 1, 0), 0)
+        return cells_C
+    cell, expected = 0, 0.0
+    for outcome in order_C:
+        if expected >= LEAST_EXPECTED:
+            cell, expected = cell + 1, 0.0
+        cells_C[outcome] = cell
+        expected += p_C[outcome] * count
+    if expected < LEAST_EXPECTED:
+        cells_C[cells_C == cell] = max(0, cell - 1)
     return cells_C
 
 

@@ -202,21 +202,24 @@ class Loader:
             self._read_piece()
             misses = 0 if len(self._pool) > before else misses + 1
             if misses > MOST_MISSES * self.world:
-                prompts = self.windowing.prompts is not None
-                advice = "add longer ones, or lower stage2.prompt_tokens" if prompts else "add others"
-                raise NothingUsable(self._reasons(), advice)
+                raise self._nothing_usable()
 
-    def _reasons(self) -> str:
+    def _nothing_usable(self) -> NothingUsable:
         """Say why no piece can be used; each is counted once, though it was drawn in every pass over its source."""
         reasons: Counter[str] = Counter()
+        advice: dict[str, str] = {}
         pieces = (piece for source in self.sources for piece in source.source.pieces())
         for number, piece in enumerate(islice(pieces, MOST_MISSES)):
             try:
                 self._windows_of(piece, number)
             except Unusable as error:
                 reasons[str(error)] += 1
+                advice[str(error)] = error.advice
         said = "; ".join(f"{count:,}: {reason}" for reason, count in reasons.most_common(3))
-        return said if next(pieces, None) is None else f"of the first {MOST_MISSES:,}: {said}"
+        if next(pieces, None) is not None:
+            said = f"of the first {MOST_MISSES:,}: {said}"
+        commonest = next((reason for reason, _ in reasons.most_common(1)), None)
+        return NothingUsable(said, "add others" if commonest is None else advice[commonest])
 
     def first(self, count: int) -> list[Window]:
         """Return some of the next windows without drawing them."""

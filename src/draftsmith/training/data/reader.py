@@ -41,7 +41,16 @@ T = TypeVar("T")
 
 
 class Unusable(Exception):
-    """A document that cannot be used; the message gives the reason, by which such documents are counted."""
+    """A document that cannot be used.
+
+    Args:
+        reason: by which such documents are counted.
+        advice: what to do where no document can be used for this reason.
+    """
+
+    def __init__(self, reason: str, advice: str = "add others") -> None:
+        super().__init__(reason)
+        self.advice = advice
 
 
 class Reader:
@@ -119,7 +128,7 @@ class Reader:
                 start = space.end()
             tokens = beginning_ids(self.tokenizer, content[start : start + 2 * ENOUGH_CHARACTERS * length])
             if len(tokens) < length:
-                raise Unusable(f"shorter than {length} tokens")
+                raise Unusable(f"shorter than {length} tokens", "add longer ones, or lower stage2.prompt_tokens")
             return tokens[:length]
         if isinstance(content, Completion):
             candidates = iter([text_ids(self.tokenizer, content.prompt)])
@@ -133,7 +142,10 @@ class Reader:
             candidates = (self._through_template(partial(prompt_ids, self.tokenizer, some)) for some in begun)
         fitting = next((tokens for tokens in candidates if len(tokens) <= longest), None)
         if fitting is None:
-            raise Unusable(f"prompt longer than {longest} tokens")
+            raise Unusable(
+                f"prompt longer than {longest} tokens",
+                "give shorter ones, lower stage2.new_tokens to leave them room, or raise stage2.longest_prompt",
+            )
         if not fitting:
             raise Unusable("empty prompt")
         return fitting
