@@ -10,10 +10,10 @@ from draftsmith.drafters.registry import BUILT_IN
 SOURCE = Path(__file__).parent.parent / "src" / "draftsmith"
 
 LAYERS = (
-    ("dates", "memory", "references", "replays", "types"),
-    ("alternatives", "files", "patterns", "system", "text_files", "user_cache"),
-    ("assets", "constraints", "native", "plan", "processor", "provenance"),
-    ("dtypes",),
+    ("dates", "memory", "replays", "types"),
+    ("files", "patterns", "references", "system", "text_files", "user_cache"),
+    ("alternatives", "assets", "native", "plan", "processor", "provenance"),
+    ("constraints", "dtypes"),
     ("targets", "verify", "grammar_process"),
     ("drafters",),
     ("engine",),

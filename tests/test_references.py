@@ -62,9 +62,29 @@ def test_alternatives_are_compared_behind_such_references():
 
 @pytest.mark.parametrize("reference", [
     "#/$defs/none", "#/$defs/a/b", "#/$defs/a%2Fb", "#/$defs/either/anyOf/2", "#/$defs/either/anyOf/-1", "#/$defs/",
-    "#/properties/y/const", "#/$defs", "#/properties/x/$ref",
+    "#/$defs/either/anyOf/00", "#/properties/y/const", "#/properties/z/enum/0", "#/$defs", "#/properties/x/$ref",
 ])
 def test_what_leads_to_no_schema_is_refused(reference: str):
     told = f"the JSON schema, x refers to {reference!r}, where no schema stands"
     with pytest.raises(DraftsmithError, match=re.escape(told)):
-        check_schema(json.dumps(with_property(reference, y={"const": {"type": "string", "uniqueItems": 1}})))
+        check_schema(json.dumps(with_property(
+            reference, y={"const": {"type": "string", "uniqueItems": 1}}, z={"enum": [True, 1]}
+        )))
+
+
+def test_a_reference_may_lead_to_what_a_pattern_of_names_describes():
+    schema = {
+        "type": "object", "patternProperties": {"^é(a)?$": NUMBER}, "additionalProperties": False,
+        "$defs": {"list": {"type": "array", "items": {"$ref": "#/patternProperties/^é(a)?$"}}},
+    }
+    assert fits(schema, '{"é": 1}') and not fits(schema, '{"é": "w"}')
+    listed = {"$ref": "#/$defs/list", "$defs": {**schema["$defs"], "named": schema}}
+    listed["$defs"]["list"] = {"type": "array", "items": {"$ref": "#/$defs/named/patternProperties/^é(a)?$"}}
+    del schema["$defs"]
+    assert fits(listed, "[1, 2]") and not fits(listed, '["w"]')
+
+
+def test_definitions_that_are_no_object_are_refused_where_something_has_to_move_there():
+    schema = {"anyOf": [NUMBER, {"type": "array", "items": {"$ref": "#/anyOf/0"}}], "$defs": []}
+    with pytest.raises(DraftsmithError, match=r"the JSON schema has \$defs that are no object"):
+        check_schema(json.dumps(schema))

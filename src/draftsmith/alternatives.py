@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from draftsmith.references import found_at, keys_of
+from draftsmith.references import found_at
 
 DEEPEST = 4
 """References that are followed one after the other, and schemas inside each other that are looked into."""
@@ -24,11 +24,12 @@ class Comparing:
     """Compares alternatives of one schema, and no more than is quickly done: a stranger may have sent it.
 
     Args:
-        root: the whole schema, in which references are looked up.
+        root: the whole schema, whose references are plain.
     """
 
     def __init__(self, root: Any) -> None:
         self._root, self._left = root, MOST
+        self._found: dict[str, Any] = {}  # by reference, which may be long, and may be followed for every pair
 
     def overlapping(self, alternatives: Sequence[Any]) -> tuple[int, int] | None:
         """Return the numbers of two alternatives that one value may fit, None if there are none.
@@ -46,7 +47,7 @@ class Comparing:
 
     def _are_apart(self, one: Any, other: Any, deeper: int) -> bool:
         """Return whether it can be told that what is written for one schema never fits the other."""
-        one, other = _resolved(one, self._root), _resolved(other, self._root)
+        one, other = self._resolved(one), self._resolved(other)
         if one is None or other is None or deeper < 0:
             return False
         self._spend(1 + sum(len(schema["enum"]) for schema in (one, other) if isinstance(schema.get("enum"), list)))
@@ -69,22 +70,23 @@ class Comparing:
             return True
         return _lacks(one, others) and _lacks(other, names)
 
+    def _resolved(self, schema: Any) -> _Schema | None:
+        """Follow references; None for what cannot be found, or is no object."""
+        for _ in range(DEEPEST):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            reference = schema["$ref"]
+            if not isinstance(reference, str):
+                return None
+            if reference not in self._found:
+                self._found[reference] = found_at(self._root, reference)
+            schema = self._found[reference]
+        return schema if isinstance(schema, dict) and "$ref" not in schema else None
+
     def _spend(self, work: int) -> None:
         self._left -= work
         if self._left < 0:
             raise TooManyError
-
-
-def _resolved(schema: Any, root: Any) -> _Schema | None:
-    """Follow references; None for what cannot be found, or is no object."""
-    for _ in range(DEEPEST):
-        if not isinstance(schema, dict) or "$ref" not in schema:
-            break
-        path = schema["$ref"]
-        if not isinstance(path, str):
-            return None
-        schema = found_at(root, keys_of(path))
-    return schema if isinstance(schema, dict) and "$ref" not in schema else None
 
 
 def _kinds(schema: _Schema) -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from draftsmith.alternatives import Comparing, TooManyError
 from draftsmith.dates import PATTERNS
 from draftsmith.patterns import check_in_json, in_json, read_pattern
-from draftsmith.references import found_at, keys_of, make_plain
+from draftsmith.references import DEEPEST, MOST_NAME, make_plain, places_in
 from draftsmith.types import MOST_PATTERN, Constraint, DraftsmithError
 
 
@@ -25,8 +25,6 @@ class TooHardError(DraftsmithError):
     """A constraint takes more time or memory to compile than is allowed."""
 
 
-DEEPEST = 64
-"""Most levels of a schema, and most brackets inside each other in a pattern or a grammar."""
 MOST_REPEATS = 10_000
 """Most items, characters or repetitions that a schema or a pattern may ask for."""
 
@@ -76,8 +74,6 @@ _TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
 }
 """Whether a value is of a type."""
-MOST_NAME = 80
-"""Characters that are told of the name of a place in a schema."""
 NAMES = {
     "json_schema": "the JSON schema", "json_object": "the grammar of JSON", "regex": "the regular expression",
     "grammar": "the grammar", "choice": "the list of choices",
@@ -121,7 +117,7 @@ def check_schema(text: str) -> str:
     String lengths become patterns, because as lengths they would allow control characters, and so do formats with
     dates, because as formats they would allow 30 February. Values of `enum` that are of another `type` are left out,
     and required properties are described: the compiler passes over both. References lead by plain names to where they
-    point.
+    point, see `make_plain`.
 
     Raises:
         DraftsmithError: for anything that is not a JSON schema, and for keywords that cannot be enforced here.
@@ -132,8 +128,8 @@ def check_schema(text: str) -> str:
         raise DraftsmithError(f"the JSON schema is not JSON ({error}); fix it.") from error
     except RecursionError as error:
         raise _too_deep() from error
+    make_plain(schema, "the JSON schema")
     places, comparing = [("the JSON schema", schema, 1)], Comparing(schema)
-    referring, standing = list[tuple[str, dict[str, Any]]](), set[int]()
     while places:
         name, found, depth = places.pop()
         if depth > DEEPEST:
@@ -146,9 +142,6 @@ def check_schema(text: str) -> str:
         _check_together(name, found, comparing)
         _check_values(name, found)
         _check_names(name, found)
-        standing.add(id(found))
-        if "$ref" in found:
-            referring.append((name, found))
         if "minLength" in found or "maxLength" in found:
             most = found.pop("maxLength", "")
             found["pattern"] = f'^[^\\x00-\\x1f"\\\\]{{{found.pop("minLength", 0)},{most}}}$'
@@ -156,7 +149,6 @@ def check_schema(text: str) -> str:
             found["pattern"] = PATTERNS[found.pop("format")]
         # Names of the client's choice may be long, and there may be many inside each other.
         places += [(f"{name[:MOST_NAME]}, {key[:MOST_NAME]}", below, depth + 1) for key, below in _below(found)]
-    _settle_references(schema, referring, standing)
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
@@ -310,41 +302,13 @@ def _check_names(name: str, schema: dict[str, Any]) -> None:
     schema["properties"] = described | dict.fromkeys(missing, True)
 
 
-def _settle_references(root: Any, referring: list[tuple[str, dict[str, Any]]], standing: set[int]) -> None:
-    """Write all references as the compiler reads them; DraftsmithError for one that leads to no schema.
-
-    Args:
-        referring: the schemas that refer to others, with their names.
-        standing: the ids of all schemas that were checked: what stands elsewhere, within a value, was not.
-    """
-    for name, schema in referring:
-        found = found_at(root, keys_of(schema["$ref"]))
-        if not isinstance(found, bool) and id(found) not in standing:
-            raise DraftsmithError(
-                f"{name} refers to {schema['$ref'][:MOST_NAME]!r}, where no schema stands; define it there, or correct "
-                "the reference."
-            )
-    plain = make_plain(root, [schema for _, schema in referring])
-    for _, schema in referring:
-        schema["$ref"] = plain[schema["$ref"]]
-
-
 def _below(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the schemas directly inside this one, with their names."""
-    for key in ("$defs", "definitions", "properties", "patternProperties"):
-        found = schema.get(key)
-        if isinstance(found, dict):
-            yield from ((str(inner), below) for inner, below in found.items())
-    for key in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        found = schema.get(key)
-        if isinstance(found, list):
-            yield from ((f"{key} {place}", below) for place, below in enumerate(found))
-    for key in ("items", "unevaluatedItems", "propertyNames", "additionalProperties", "unevaluatedProperties"):
-        found = schema.get(key)
-        if key == "propertyNames" and isinstance(found, dict):
-            found.setdefault("type", "string")
-        if found is not None:
-            yield key, found
+    names = schema.get("propertyNames")
+    if isinstance(names, dict):
+        names.setdefault("type", "string")
+    for name, place in places_in(schema):
+        yield name, place.schema
 
 
 def _too_deep() -> DraftsmithError:

@@ -1,80 +1,142 @@
-"""References of a JSON schema: JSON pointers (RFC 6901); the compiler reads only plain names between slashes."""
+"""References of a JSON schema: JSON pointers (RFC 6901), made into the plain names that the compiler reads."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-NOWHERE = object()
-"""What is found where a reference leads nowhere."""
+from draftsmith.types import DraftsmithError
+
+DEEPEST = 64
+"""Most levels of a schema."""
+MOST_NAME = 80
+"""Characters that are told of the name of a place in a schema."""
+_NAMED = ("$defs", "definitions", "properties", "patternProperties")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "unevaluatedItems", "propertyNames", "additionalProperties", "unevaluatedProperties")
 _SPECIAL = frozenset("/~%")
 
 
-def keys_of(reference: str) -> list[str]:
-    """Return the names and numbers of a reference such as `#/$defs/a~1b`, from the root on: `$defs` and `a/b`."""
-    names = unquote(reference).split("/")[1:]
-    return [name.replace("~1", "/").replace("~0", "~") for name in names]
+class Place(NamedTuple):
+    """Where a schema stands: `holder[key]`."""
+
+    holder: Any
+    key: str | int
+
+    @property
+    def schema(self) -> Any:
+        """What stands there."""
+        return self.holder[self.key]
 
 
-def found_at(root: Any, keys: Iterable[str]) -> Any:
-    """Return what stands at a place below the root; NOWHERE where nothing does."""
+def places_in(schema: Mapping[str, Any]) -> Iterator[tuple[str, Place]]:
+    """Yield where schemas stand directly inside this one, with their names."""
+    for keyword in _NAMED:
+        found = schema.get(keyword)
+        if isinstance(found, dict):
+            yield from ((str(name), Place(found, name)) for name in found)
+    for keyword in _LISTS:
+        found = schema.get(keyword)
+        if isinstance(found, list):
+            yield from ((f"{keyword} {number}", Place(found, number)) for number in range(len(found)))
+    for keyword in _SINGLE:
+        if schema.get(keyword) is not None:
+            yield keyword, Place(schema, keyword)
+
+
+def make_plain(root: Any, name: str) -> None:
+    """Let every reference of a schema lead to where it points by plain names; the schema is changed in place.
+
+    What plain names cannot reach moves to `$defs`, and a reference takes its place.
+
+    Args:
+        name: what the schema is called in messages.
+
+    Raises:
+        DraftsmithError: a reference leads to no schema.
+    """
+    # All are looked up before anything moves, because some lead through what is moved.
+    referring = list(_referring(root, name))
+    found: dict[str, tuple[list[str], Place | None, bool]] = {}
+    for told, schema in referring:
+        reference = schema["$ref"]
+        if reference not in found:
+            keys = _keys_of(reference)
+            found[reference] = keys, *_located(root, keys, told, reference)
+    plain, moved = dict[str, str](), dict[tuple[int, str | int], str]()
+    number = 0
+    for reference, (keys, place, is_plain) in found.items():
+        if place is None or is_plain:
+            plain[reference] = "/".join(["#", *keys])
+            continue
+        spot = id(place.holder), place.key
+        if spot not in moved:
+            definitions = root.setdefault("$defs", {})
+            if not isinstance(definitions, dict):
+                raise DraftsmithError(f"{name} has $defs that are no object; make them one.")
+            while f"moved{number}" in definitions:
+                number += 1
+            moved[spot] = f"#/$defs/moved{number}"
+            definitions[f"moved{number}"] = place.schema
+            place.holder[place.key] = {"$ref": moved[spot]}
+        plain[reference] = moved[spot]
+    for _, schema in referring:
+        schema["$ref"] = plain[schema["$ref"]]
+
+
+def found_at(root: Any, reference: str) -> Any:
+    """Return what a plain reference leads to, None where nothing stands."""
     found = root
-    for key in keys:
-        found = _inside(found, key)
+    for key in reference.split("/")[1:]:
+        found = found.get(key) if isinstance(found, dict) else None
     return found
 
 
-def make_plain(root: dict[str, Any], holders: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Move what references cannot reach by plain names to `$defs`, leaving a reference in its place.
+def _keys_of(reference: str) -> list[str]:
+    """Return the names and numbers of a reference such as `#/$defs/a~1b`, from the root on: `$defs` and `a/b`."""
+    return [key.replace("~1", "/").replace("~0", "~") for key in unquote(reference).split("/")[1:]]
 
-    Every reference has to lead somewhere.
 
-    Args:
-        root: the schema; changed in place.
-        holders: the schemas in it that refer to others.
+def _number(key: str) -> float:
+    """Return the number of an entry of a list, infinity for what is none."""
+    return int(key) if len(key) < 10 and key.isascii() and key.isdigit() and key == str(int(key)) else math.inf
 
-    Returns:
-        what to write for each reference.
-    """
-    # All are looked up before anything is moved, because some lead through what is moved.
-    places = {holder["$ref"]: keys_of(holder["$ref"]) for holder in holders}
-    found = {reference: (found_at(root, keys[:-1]), found_at(root, keys)) for reference, keys in places.items()}
-    told: dict[str, str] = {}
-    moved: dict[tuple[str, ...], str] = {}
-    for reference, (around, schema) in found.items():
-        keys = places[reference]
-        if _is_plain(root, keys):
-            told[reference] = "/".join(["#", *keys])
+
+def _referring(root: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the schemas that refer to others in the same text, with their names."""
+    left = [(name, root, 1)]
+    while left:
+        name, schema, depth = left.pop()
+        if not isinstance(schema, dict) or depth > DEEPEST:
             continue
-        if tuple(keys) not in moved:
-            definitions = root.setdefault("$defs", {})
-            name = _free_name(definitions)
-            definitions[name] = schema
-            around[int(keys[-1]) if isinstance(around, list) else keys[-1]] = {"$ref": f"#/$defs/{name}"}
-            moved[tuple(keys)] = name
-        told[reference] = f"#/$defs/{moved[tuple(keys)]}"
-    return told
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            yield name, schema
+        left += [
+            (f"{name[:MOST_NAME]}, {inner[:MOST_NAME]}", place.schema, depth + 1) for inner, place in places_in(schema)
+        ]
 
 
-def _inside(found: Any, key: str) -> Any:
-    if isinstance(found, dict):
-        return found.get(key, NOWHERE)
-    if isinstance(found, list) and key.isascii() and key.isdigit() and len(key) < 10 and int(key) < len(found):
-        return found[int(key)]
-    return NOWHERE
+def _located(root: Any, keys: Sequence[str], told: str, reference: str) -> tuple[Place | None, bool]:
+    """Return where names lead, None for the root, and whether the compiler finds it by these names.
 
-
-def _is_plain(root: Any, keys: Iterable[str]) -> bool:
-    """Say whether the compiler finds a place by its names as they are."""
-    found = root
-    for key in keys:
-        if not key or not isinstance(found, dict) or not _SPECIAL.isdisjoint(key):
-            return False
-        found = found.get(key)
-    return True
-
-
-def _free_name(definitions: Mapping[str, Any]) -> str:
-    number = len(definitions)
-    while f"moved{number}" in definitions:
-        number += 1
-    return f"moved{number}"
+    They lead from schema to schema only: what stands within a value is none, whatever it looks like.
+    """
+    place, schema, rest = None, root, iter(keys)
+    is_plain = all(key and _SPECIAL.isdisjoint(key) for key in keys)
+    for keyword in rest:
+        inner = schema.get(keyword) if isinstance(schema, dict) else None
+        if keyword in _NAMED and isinstance(inner, dict) and (key := next(rest, None)) in inner:
+            place = Place(inner, str(key))
+            is_plain = is_plain and keyword != "patternProperties"  # whose patterns are written in another way later
+        elif keyword in _LISTS and isinstance(inner, list) and (number := _number(next(rest, ""))) < len(inner):
+            place, is_plain = Place(inner, int(number)), False
+        elif keyword in _SINGLE and inner is not None:
+            place = Place(schema, keyword)
+        else:
+            raise DraftsmithError(
+                f"{told} refers to {reference[:MOST_NAME]!r}, where no schema stands; define it there, or correct the "
+                "reference."
+            )
+        schema = place.schema
+    return place, is_plain

@@ -134,7 +134,13 @@ OBJECTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "several values": ({"enum": ["x", {}, 3]}, {"enum": [{}]}),
     "defined": ({"$ref": "#/$defs/a", "$defs": {"a": TREE}}, {"$ref": "#/$defs/a", "$defs": {"a": TREE}}),
     "itself": ({"$ref": "#"}, {"$ref": "#"}),
-    "nowhere": ({"$ref": "#/x/y"}, {"$ref": "#/x/y"}),
+    "an alternative that is left out": (
+        {"anyOf": [{"type": "integer"}, {"type": "object", "properties": {"x": {"$ref": "#/anyOf/0"}}}]},
+        {
+            "anyOf": [{"type": "object", "properties": {"x": {"$ref": "#/$defs/moved0"}}}],
+            "$defs": {"moved0": {"type": "integer"}},
+        },
+    ),
 }
 NONE: dict[str, dict[str, Any]] = {
     "a string": {"type": "string"},
@@ -158,4 +164,10 @@ def test_arguments_are_objects(name: str):
 def test_arguments_that_are_no_objects_are_refused(name: str):
     with pytest.raises(ApiError, match="the tool 'f' has parameters that are no object") as caught:
         arguments_schema(tool("f", NONE[name]))
+    assert (caught.value.status, caught.value.param) == (400, "tools")
+
+
+def test_a_reference_of_a_tool_that_leads_nowhere_is_refused():
+    with pytest.raises(ApiError, match="the tool 'f' refers to '#/x/y', where no schema stands") as caught:
+        arguments_schema(tool("f", {"$ref": "#/x/y"}))
     assert (caught.value.status, caught.value.param) == (400, "tools")

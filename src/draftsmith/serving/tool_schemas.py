@@ -1,11 +1,13 @@
 """The schema that tool calls must follow, made from the schemas of the tools."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
-from draftsmith.references import NOWHERE, found_at, keys_of
+from draftsmith.references import found_at, make_plain
 from draftsmith.serving.errors import bad
 from draftsmith.serving.openai_fields import Tool
+from draftsmith.types import DraftsmithError
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
@@ -35,12 +37,17 @@ def calls_schema(tools: Sequence[Tool], most: int | None) -> dict[str, Any]:
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, which form an object; ApiError if its parameters are no object."""
-    name, given = tool.function.name[:40], tool.function.parameters or NO_ARGUMENTS
+    name, written = tool.function.name[:40], tool.function.parameters or NO_ARGUMENTS
     for place in ("$defs", "definitions"):
-        if not isinstance(given.get(place, {}), dict):
+        if not isinstance(written.get(place, {}), dict):
             raise bad(f"the tool {name!r} has a {place} that is no object; make it one.", "tools")
     try:
+        # References are made plain first, because alternatives that are left out change the places of others.
+        given = deepcopy(written)
+        make_plain(given, f"the schema of the tool {name!r}")
         found = _of_objects(given, given, {})
+    except DraftsmithError as error:
+        raise bad(str(error), "tools") from error
     except RecursionError as error:
         raise bad(
             f"the tool {name!r} has parameters that are too deep, or references that lead too far; make them simpler.",
@@ -68,7 +75,9 @@ def _of_objects(schema: Any, root: dict[str, Any], allowing: dict[str, bool]) ->
     if isinstance(reference, str):
         if reference not in allowing:
             allowing[reference] = True
-            allowing[reference] = _of_objects(_found(reference, root), root, allowing) is not None
+            # What is none of its references leads nowhere, which is refused later.
+            found = found_at(root, reference) if reference[:1] == "#" else True
+            allowing[reference] = _of_objects(found, root, allowing) is not None
         return schema if allowing[reference] else None
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
@@ -81,12 +90,6 @@ def _of_objects(schema: Any, root: dict[str, Any], allowing: dict[str, bool]) ->
         return {**schema, "enum": objects} if objects else None
     # Beside "allOf", a type could not be enforced.
     return schema if "allOf" in schema else {**schema, "type": "object"}
-
-
-def _found(reference: str, root: dict[str, Any]) -> Any:
-    """Return what a reference points at; True, which allows anything, where it leads nowhere: that is refused later."""
-    found = found_at(root, keys_of(reference))
-    return True if found is NOWHERE else found
 
 
 def _moved(schema: Any, root: str) -> Any:
