@@ -11,4 +11,4 @@ _HOUR = "([01][0-9]|2[0-3])"
 _TIME = f"{_HOUR}:[0-5][0-9]:([0-5][0-9]|60)(\\.[0-9]+){{0,1}}(Z|[+-]{_HOUR}:[0-5][0-9])"
 
 PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""The patterns of the formats that hold a date, as RFC 3339 has them."""
+"""The patterns of the formats that hold a date, as RFC 3339 has them: in capitals, a leap second at any minute."""

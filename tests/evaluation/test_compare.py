@@ -46,10 +46,14 @@ def compare(place: Path, *more: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_where_it_is_no_terminal_a_line_tells_of_every_method_and_round(place: Path, tmp_path: Path):
-    said = CliRunner().invoke(app, arguments(place, "--family", "ngram", "--out", str(tmp_path))).stderr.splitlines()
-    parts = ("ngram", "round 1", "round 2", "round 3")
-    assert [line for line in said if line.startswith("now: ")] == [f"now: decoding, {part}" for part in parts]
+def test_where_it_is_no_terminal_a_line_tells_of_everything_that_is_decoded(place: Path, tmp_path: Path):
+    families = ("--family", "ngram", "--family", "ngram:max_length=4")
+    said = CliRunner().invoke(app, arguments(place, *families, "--out", str(tmp_path))).stderr.splitlines()
+    parts = ("ngram", "ngram:max_length=4", "round 1", "round 2", "round 3")
+    assert [line for line in said if line.startswith("now: ")] == [
+        f"now: decoding, {part}: {task}, {mode}"
+        for task in ("code", "edit") for mode in ("greedy", "sampled") for part in parts
+    ]
 
 
 def test_two_options_of_one_family(place: Path):

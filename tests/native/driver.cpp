@@ -229,7 +229,7 @@ void largest_products(const Kernels& k, int64_t rows, int64_t groups, int64_t pa
 // Some nodes behind `committed` entries. Their paths fork at random, or are one chain that the nodes lie along; every
 // node sees at most `window` places. Entries that a node does not see hold NaN for all but the nodes that do.
 void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, int64_t value_width, int64_t committed,
-               int64_t window, bool chain, bool broken) {
+               int64_t window, bool chain, bool broken, bool early = false, bool keys_alone = false) {
   const int64_t heads = 2, entries = committed + nodes, key_stride = heads * width, value_stride = heads * value_width;
   const int64_t query_stride = groups * width + 3;
   // The last head of the last entry ends the buffer, so its rows cannot be overrun unnoticed.
@@ -239,12 +239,14 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
   for (int64_t i = 0; i < keys.count; ++i) keys[i] = narrow(drawn());
   for (int64_t i = 0; i < values.count; ++i) values[i] = narrow(drawn());
   for (int64_t i = 0; i < queries.count; ++i) queries[i] = narrow(drawn());
-  // One channel of the last entry, which only the last node sees, is no number; in half of the cases its keys are none
-  // either, so that nothing of the node is one.
-  const bool nothing = broken && nodes % 2 == 0;
-  if (broken) values[(entries - 1) * value_stride + (heads - 1) * value_width] = nodes % 3 == 0 ? 0x7fc0 : 0xff80;
+  // One channel of an entry is no number: of the last one, which only the last node sees, or of the first. In half of the
+  // cases its keys are none either, so that nothing of who sees it is one; or they alone are none.
+  const bool nothing = broken && (keys_alone || nodes % 2 == 0);
+  const int64_t fault = early ? 0 : entries - 1;
+  if (broken && !keys_alone)
+    values[fault * value_stride + (heads - 1) * value_width] = nodes % 3 == 0 ? 0x7fc0 : 0xff80;
   if (nothing)
-    for (int64_t i = 0; i < key_stride; ++i) keys[(entries - 1) * key_stride + i] = 0x7fc0;
+    for (int64_t i = 0; i < key_stride; ++i) keys[fault * key_stride + i] = 0x7fc0;
   Exact<int64_t> first(nodes), last(nodes);
   Exact<int32_t> paths(nodes * nodes);
   std::vector<std::vector<int64_t>> seen(nodes);  // entries behind the committed ones
@@ -270,7 +272,7 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
   k.attend(task);
   const std::string what = sizes({nodes, groups, width, value_width, committed, window, chain, broken});
   for (int64_t n = 0; n < nodes; ++n) {
-    const bool last_one = broken && n == nodes - 1;
+    const bool sees_it = broken && (early ? first[n] == 0 : n == nodes - 1);
     // The node by itself has the same bits, its entries one behind the other as in a text.
     const int64_t count = last[n];
     Exact<bf16> own_keys(count * key_stride), own_values(count * value_stride);
@@ -301,7 +303,7 @@ void attention(const Kernels& k, int64_t nodes, int64_t groups, int64_t width, i
         const float alone_found = one[g * value_width + d];
         EXPECT(found == alone_found || (std::isnan(found) && std::isnan(alone_found)), k.name,
                "attend alone" + what + " at" + sizes({n, g, d}));
-        if (last_one && (nothing || d == 0)) {
+        if (sees_it && (nothing || d == 0)) {
           EXPECT(!std::isfinite(found), k.name, "attend, not finite" + what);
           continue;
         }
@@ -597,6 +599,11 @@ int main(int count, char** words) {
       for (const int64_t window : {1, 31, 32, 100, 1000})
         for (const bool chain : {false, true})
           for (const bool broken : {false, nodes > 1}) attention(k, nodes, 2, 32, 32, 270, window, chain, broken);
+    for (const int64_t nodes : {40, 41, 42})  // an early entry that is no number, or keys that are none behind finite values
+      for (const int64_t window : {32, 1000})
+        for (const bool early : {false, true})
+          for (const bool keys_alone : {false, true})
+            attention(k, nodes, 2, 32, 32, 60, window, true, true, early, keys_alone);
     for (const int64_t width : {12, 16, 34, 80, 272})  // tiles that are filled up with zeros, and panels
       for (const int64_t nodes : {11, 12, 85, 86})     // up to as many queries as are taken at once, and more
         attention(k, nodes, 3, width, width + 5, below(300), below(2) ? 1000 : 40, true, false);

@@ -299,7 +299,7 @@ def test_a_third_signal_ends_a_server_at_once_whose_step_hangs():
                 server.send_signal(signal.SIGTERM)
                 assert "not all texts came to their end" in server.stderr.readline()
                 server.send_signal(signal.SIGTERM)
-                assert server.wait(10) == -signal.SIGTERM
+                assert server.wait(10) == 128 + signal.SIGTERM
         finally:
             server.kill()
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.cli.common import (
@@ -141,18 +142,15 @@ def compare(
 
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Give what shows what is being decoded; where that is no terminal, a line for every method and round."""
+    """Give what shows what is being decoded; where that is no terminal, a line for each part of it."""
     status = console.status("")
-    told: set[str] = set()
 
     def report(label: str) -> None:
-        part = label.partition(":")[0]
         if console.is_terminal:
-            status.update(f"decoding, {label}")
+            status.update(f"decoding, {escape(label)}")
             status.start()  # with the first of it; what is said of training comes before
-        elif part not in told:
-            console.print(f"[dim]now: decoding, {part}[/dim]", highlight=False)
-        told.add(part)
+        else:
+            console.print(f"[dim]now: decoding, {escape(label)}[/dim]", highlight=False)
 
     try:
         yield report

@@ -219,13 +219,14 @@ def cut(target: "Target", prompts: Sequence[Prompt], tokens: int, count: int, ex
 
 def check_room(context: int, prompt_tokens: int, new_tokens: int) -> None:
     """Raise DraftsmithError, with the options that would fit, where prompt and new tokens exceed a context."""
-    if prompt_tokens + max(new_tokens, FEWEST_NEW) <= context:
+    needed = max(new_tokens, FEWEST_NEW)
+    if prompt_tokens + needed <= context:
         return
     ways = []
     if prompt_tokens + FEWEST_NEW <= context:
         ways.append(f"--new-tokens {context - prompt_tokens} or fewer")
-    if new_tokens < context:
-        ways.append(f"--prompt-tokens {context - new_tokens} or fewer")
+    if needed < context:
+        ways.append(f"--prompt-tokens {context - needed} or fewer")
     raise DraftsmithError(
         f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit the context of {context}; give "
         f"{', or '.join(ways) or 'fewer of both, by --prompt-tokens and --new-tokens'}."

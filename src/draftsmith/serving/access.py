@@ -108,7 +108,7 @@ def take_origin_form(scope: Scope) -> None:
     """Read `GET http://host/health` as `GET /health`: servers have to take both (RFC 9112, section 3.2.2)."""
     if scope["path"].startswith("/"):
         return
-    raw: bytes = scope["raw_path"]
+    raw: bytes = scope.get("raw_path") or b""
     address = _ADDRESS.match(raw)
     if address is not None:
         scope["raw_path"] = raw[address.end() :] or b"/"

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import signal
+import os
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -50,13 +50,12 @@ class Server(uvicorn.Server):
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to end; unlike uvicorn's own handler, this one lets the process exit with 0 after the signal."""
+        """Begin to end; unlike uvicorn's own handler, this one lets the process exit with 0 after the first two."""
         self._signals += 1
         if self._signals > 2:
-            # Any end in good order waits for the engine's thread, which may hang in a step.
-            log.warning("ended at once", extra={"fields": {"texts": self._service.inside}})
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
+            # Any end in good order waits for the engine's thread, which may hang in a step. As the first process of a
+            # container this one would not see the signal's usual effect, so it takes the status that follows from it.
+            os._exit(128 + sig)
         if self._loop is None or self.should_exit:
             self.should_exit = self.force_exit = True
             return

@@ -106,8 +106,10 @@ Linear Decoder::linear(size_t index, int64_t outputs, int64_t inputs) const {
 void Decoder::divide(const Pass& pass, int64_t threads) {
   constexpr int64_t kEach = 8;  // tasks of a thread, of all key heads, so that none waits long for the others
   const int64_t groups = shape_.heads / shape_.key_heads;
+  int64_t most_nodes = 1;
+  for (int64_t row = 0; row < pass.batch; ++row) most_nodes = std::max(most_nodes, pass.count(row));
   for (int64_t queries = kernels().most_queries;; queries /= 2) {
-    task_nodes_ = std::max<int64_t>(1, queries / groups);
+    task_nodes_ = std::clamp<int64_t>(queries / groups, 1, most_nodes);
     tasks_.clear();
     for (int64_t row = 0; row < pass.batch; ++row)
       for (int64_t node = 0; node < pass.count(row); node += task_nodes_) tasks_.emplace_back(row, node);
@@ -131,7 +133,7 @@ Decoder::Buffers Decoder::prepare(const Pass& pass, int64_t threads) {
   divide(pass, threads);
   const int64_t queries = task_nodes_ * (s.heads / s.key_heads);
   b.private_size = queries * s.head_width +
-                   attention_room(queries, pass.longest + pass.nodes, s.head_width, s.head_width);
+                   kernels().attention_room(queries, pass.longest + pass.nodes, s.head_width, s.head_width);
   b.private_floats = private_floats_.of(b.private_size * threads);
   const int64_t scored = pass.some_columns ? static_cast<int64_t>(pass.wanted.size()) : rows;
   rooms_.resize(threads);

@@ -18,8 +18,8 @@ constexpr int64_t kTwoGroupBytes = 9 * 64;  // of two groups of a panel
 constexpr int64_t kBlockEntries = 64;  // of a cache whose rows lie in blocks
 constexpr int64_t kStretch = 256;  // scores that are summed up as one
 constexpr int64_t kParts = 16;     // of a stretch, of which the largest scores are known
-constexpr int64_t kMostQueries = 64;  // of an attention task, for which keys and values are read once
-constexpr int64_t kMostQueriesOnTiles = 256;
+// Of an attention task, for which keys and values are read once; a single node may have more. With AMX there are more.
+constexpr int64_t kMostQueries = 64, kMostQueriesOnTiles = 256;
 
 // The queries of some nodes of one row of the batch, over the keys of one key head. Query q belongs to node q / groups.
 //
@@ -98,7 +98,7 @@ struct Kernels {
   void (*gemm_int4)(const GroupedRows& x, int64_t rows, const uint8_t* packed, int64_t groups, int64_t panels,
                     const void* ahead, float* y, int64_t y_stride);
   void (*attend)(const AttentionTask& task);
-  int64_t most_queries;  // of a task; keys and values are read once for them
+  int64_t most_queries;  // of a task of several nodes, at most kMostQueriesOnTiles
   // As the function of this name, for this table.
   int64_t (*attention_room)(int64_t queries, int64_t places, int64_t width, int64_t value_width);
   // out = bf16(bf16(x / rms(x)) · weight)

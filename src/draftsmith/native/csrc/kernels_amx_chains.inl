@@ -13,7 +13,7 @@ class ChainAttention {
  public:
   ChainAttention(const AttentionTask& task, const Sight& sight)
       : t(task), low_(sight.low / kBlock * kBlock), end_(sight.places), count_(t.nodes * t.groups) {
-    const Parts parts(count_, t.width, t.value_width);
+    const Room parts(count_, t.width, t.value_width);
     // Every part begins at a line of the cache.
     float* at = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(t.scratch) + 63) / 64 * 64);
     queries_ = reinterpret_cast<char*>(at), at += parts.queries;
@@ -27,10 +27,10 @@ class ChainAttention {
 
   // How many floats of scratch it takes.
   static int64_t room(int64_t queries, int64_t width, int64_t value_width) {
-    return Parts(queries, width, value_width).all();
+    return Room(queries, width, value_width).all();
   }
 
-  // Whether all values are numbers that some query does not see: zero times a value that is none would be none.
+  // Whether every value that some query does not see is finite: zero times one that is not would be no number.
   bool is_finite() const {
     const int64_t all_from = first(count_ - 1), all_to = last(0);
     for (int64_t p = low_; p < end_; ++p) {
@@ -67,10 +67,10 @@ class ChainAttention {
 
  private:
   // How many floats the parts of the scratch take.
-  struct Parts {
+  struct Room {
     int64_t groups, steps, panels, queries, keys, values, sums, nothing;
 
-    Parts(int64_t most_queries, int64_t width, int64_t value_width)
+    Room(int64_t most_queries, int64_t width, int64_t value_width)
         : groups((most_queries + kTile - 1) / kTile),
           steps((width / 2 + kTile - 1) / kTile),
           panels((value_width + kPanel - 1) / kPanel),
@@ -93,7 +93,7 @@ class ChainAttention {
     int64_t all_from, all_to;  // places that all of them see
 
     bool sees(int64_t place) const { return place >= all_from && place + kBlock <= all_to; }
-    int64_t tiles() const { return first / kTile; }
+    int64_t number() const { return first / kTile; }
   };
 
   // Calls work(group, begin, end) for all groups, with the blocks of a segment that some of their queries see.
@@ -115,7 +115,7 @@ class ChainAttention {
       for (int64_t step = 0; step < steps_; ++step)
         __builtin_memcpy(queries_ + (q / kTile * steps_ + step) * kTileBytes + q % kTile * kLineBytes,
                          t.query(q) + step * kBlock, static_cast<uint64_t>(4 * least(kTile, pairs_ - step * kTile)));
-    for (int64_t q = 0; q < count_; ++q) peaks_[q] = nothing(), totals_[q] = Lanes{};
+    for (int64_t q = 0; q < count_; ++q) peaks_[q] = lowest(), totals_[q] = Lanes{};
     __builtin_memset(sums_, 0, static_cast<uint64_t>(rows * panels_ * 2 * kLineBytes));
   }
 
@@ -158,7 +158,7 @@ class ChainAttention {
   }
 
   void score(const Group& g, int64_t from, int64_t place, float* to) const {
-    const char* query = queries_ + g.tiles() * steps_ * kTileBytes;
+    const char* query = queries_ + g.number() * steps_ * kTileBytes;
     const char* key = keys_ + (place - from) / kPanel * steps_ * kTileBytes;
     tiles_will_read();
     zero_tile<0>(), zero_tile<1>();
@@ -170,11 +170,12 @@ class ChainAttention {
     store_tile<0>(to, kLineBytes), store_tile<1>(to + kTileFloats, kLineBytes);
   }
 
+  // A score that is no number may be passed over here, since it makes the sum of the probabilities none.
   void find_highest(const Group& g, int64_t place, const float* scores) {
     const bool all = g.sees(place);
     for (int64_t q = g.first; q < g.behind; ++q, scores += kPanel) {
       Lanes even = lanes_at(scores), odd = lanes_at(scores + kTileFloats);
-      if (!all) even = where_seen(q, place, even, nothing()), odd = where_seen(q, place + kPanel, odd, nothing());
+      if (!all) even = where_seen(q, place, even, lowest()), odd = where_seen(q, place + kPanel, odd, lowest());
       peaks_[q] = larger(larger(even, odd), peaks_[q]);
     }
   }
@@ -184,7 +185,7 @@ class ChainAttention {
     const Words since = numbers() + static_cast<uint32_t>(place - first(q));
     return choose(since < static_cast<uint32_t>(last(q) - first(q)), value, other);
   }
-  static Lanes nothing() { return Lanes{} - __builtin_inff(); }
+  static Lanes lowest() { return Lanes{} - __builtin_inff(); }
 
   // The probabilities of a group at 32 places, not yet divided by their sum, as two tiles: of every query a coarse row and a
   // fine one. Where a query sees nothing they are zero.
@@ -204,7 +205,7 @@ class ChainAttention {
 
   // Adds the values of some steps of 32 places, from pair `pair` of the segment on, times the probabilities of a group.
   void mix(const Group& g, int64_t pair, int64_t steps) {
-    float* to = sums_ + g.tiles() * panels_ * 2 * kTileFloats;
+    float* to = sums_ + g.number() * panels_ * 2 * kTileFloats;
     tiles_will_read();
     for (int64_t p = 0; p < panels_; p += 2, to += 4 * kTileFloats) {
       const char* panel = reinterpret_cast<const char*>(values_ + (p * kSegment / 2 + pair) * 2 * kPanel);
