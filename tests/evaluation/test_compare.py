@@ -52,7 +52,7 @@ def test_where_it_is_no_terminal_a_line_tells_of_everything_that_is_decoded(plac
     parts = ("ngram", "ngram:max_length=4", "round 1", "round 2", "round 3")
     assert [line for line in said if line.startswith("now: ")] == [
         f"now: decoding, {part}: {task}, {mode}"
-        for task in ("code", "edit") for mode in ("greedy", "sampled") for part in parts
+        for task in ("code", "edit") for mode in ("greedy", "T=1") for part in parts
     ]
 
 
