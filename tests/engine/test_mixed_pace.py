@@ -101,6 +101,12 @@ def test_a_step_during_which_the_machine_did_something_else_teaches_little():
     assert pace([*steady, (0.0, 100.0)]).of(8).plain < 1.07
 
 
+def test_one_plain_step_that_is_slow_by_chance_does_not_decide_alone():
+    found = pace([(0.0, 1.0), *[(0.5, 1.5)] * 32] * 6)
+    take(found, 0.0, 1.5)
+    assert says(found, 0.0) < 1.3
+
+
 def test_guesses_really_made_are_what_a_step_is_judged_by():
     found = MixedPace(True)
     for _ in range(100):

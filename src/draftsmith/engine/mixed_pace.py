@@ -15,10 +15,11 @@ MEASURED, MEASURED_MORE = 1.0, 0.1
 itself; for the latter, steps whose guesses add as much as a plain step takes."""
 HALVED = 16
 """After so many steps of the same kind (with guesses, or without), a timed step counts half as much."""
-PLAIN_HALVED, DRAFTS_HALVED = 8, 512
+PLAIN_HALVED, DRAFTS_HALVED = 32, 512
 """The same after so many steps of the other kind, or of other numbers of rows, for plain steps and for others. The few
-plain steps between long stretches of drafts are to outweigh those of long ago. What was too slow to be drafted must not
-be forgotten soon."""
+plain steps between long stretches of drafts are to outweigh those of long ago; but a single one that was slow by chance
+must not decide alone what drafts are worth until the next one. What was too slow to be drafted must not be forgotten
+soon."""
 MOST_SLOWER, MOST_FASTER = 1.5, 0.5
 """A step counts as at most and at least this many times as long as expected: if it took longer, the cause was something
 else."""
