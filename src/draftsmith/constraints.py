@@ -51,7 +51,8 @@ _TELL_A_TYPE = frozenset({
     "properties", "additionalProperties", "unevaluatedProperties", "items", "prefixItems", "unevaluatedItems",
 })
 _OF_A_TYPE = _KNOWN - _NOTES - _ALONE.keys() - _TELL_A_TYPE - {"type"}
-_SURROGATES = re.compile("[\ud800-\udfff]")
+SURROGATES = re.compile("[\ud800-\udfff]")
+"""Halves of characters, which no tokenizer reads."""
 _REPEATS = re.compile(r"\{\s*(\d{1,18})\s*(?:,\s*(\d{0,18})\s*)?\}")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
@@ -105,7 +106,7 @@ def choices_in(text: str) -> list[str]:
         raise DraftsmithError("the list of choices is no JSON list of strings; fix it.") from error
     if not isinstance(found, list) or not found or not all(isinstance(one, str) and one for one in found):
         raise DraftsmithError("the list of choices has to be a JSON list of strings, none of them empty; fix it.")
-    half = next((one for one in found if _SURROGATES.search(one)), None)
+    half = next((one for one in found if SURROGATES.search(one)), None)
     if half is not None:
         raise DraftsmithError(f"the choice {ascii(half)[:60]} has half of a surrogate pair, which is no text; fix it.")
     return found

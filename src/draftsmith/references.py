@@ -11,7 +11,8 @@ DEEPEST = 64
 """Most levels of a schema."""
 MOST_NAME = 80
 """Characters that are told of the name of a place in a schema."""
-_NAMED = ("$defs", "definitions", "properties", "patternProperties")
+NAMED = ("$defs", "definitions", "properties", "patternProperties")
+"""Keywords whose values hold schemas under names of the client's choice."""
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "unevaluatedItems", "propertyNames", "additionalProperties", "unevaluatedProperties")
 _SPECIAL = frozenset("/~%")
@@ -31,7 +32,7 @@ class Place(NamedTuple):
 
 def places_in(schema: Mapping[str, Any]) -> Iterator[tuple[str, Place]]:
     """Yield where schemas stand directly inside this one, with their names."""
-    for keyword in _NAMED:
+    for keyword in NAMED:
         found = schema.get(keyword)
         if isinstance(found, dict):
             yield from ((str(name), Place(found, name)) for name in found)
@@ -126,7 +127,7 @@ def _located(root: Any, keys: Sequence[str], told: str, reference: str) -> tuple
     is_plain = all(key and _SPECIAL.isdisjoint(key) for key in keys)
     for keyword in rest:
         inner = schema.get(keyword) if isinstance(schema, dict) else None
-        if keyword in _NAMED and isinstance(inner, dict) and (key := next(rest, None)) in inner:
+        if keyword in NAMED and isinstance(inner, dict) and (key := next(rest, None)) in inner:
             place = Place(inner, str(key))
             is_plain = is_plain and keyword != "patternProperties"  # whose patterns are written in another way later
         elif keyword in _LISTS and isinstance(inner, list) and (number := _number(next(rest, ""))) < len(inner):

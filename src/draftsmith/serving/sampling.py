@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from draftsmith.constraints import SURROGATES
 from draftsmith.serving.constraints import Form
 from draftsmith.serving.errors import ApiError, bad
 from draftsmith.serving.openai_fields import Generation
@@ -29,8 +30,6 @@ UNSERVED = {
     "prompt_logprobs": "give echo with logprobs to /v1/completions",
 }
 """Fields of other servers that would change the answer, with what to do instead."""
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def check_general(fields: Generation, settings: Settings) -> None:
@@ -56,7 +55,7 @@ def check_tools(tools: Sequence[Any] | None, settings: Settings) -> None:
     if tools is not None and len(tools) > settings.max_tools:
         raise bad(f"tools has {len(tools)} entries; the most is {settings.max_tools}.", "tools")
     for number, tool in enumerate(tools or ()):
-        half = _SURROGATE.search(json.dumps(tool.model_dump(), ensure_ascii=False))
+        half = SURROGATES.search(json.dumps(tool.model_dump(), ensure_ascii=False))
         if half is not None:
             raise bad(f"tool {number} has {half[0]!r}, which is half of a character; fix the text.", "tools")
 

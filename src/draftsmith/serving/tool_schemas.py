@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
-from draftsmith.references import found_at, make_plain
+from draftsmith.references import NAMED, found_at, make_plain
 from draftsmith.serving.errors import bad
 from draftsmith.serving.openai_fields import Tool
 from draftsmith.types import DraftsmithError
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Keywords whose values hold schemas under names of the client's choice."""
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 """Keywords that hold values; those are no schemas, whatever they look like."""
 
@@ -102,7 +100,7 @@ def _moved(schema: Any, root: str) -> Any:
     for key, below in schema.items():
         if key == "$ref" and isinstance(below, str):
             found[key] = root + below[1:] if below == "#" or below.startswith("#/") else below
-        elif key in _NAMED and isinstance(below, dict):
+        elif key in NAMED and isinstance(below, dict):
             found[key] = {name: _moved(one, root) for name, one in below.items()}
         else:
             found[key] = below if key in _VALUES else _moved(below, root)

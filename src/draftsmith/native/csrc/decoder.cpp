@@ -106,15 +106,20 @@ Linear Decoder::linear(size_t index, int64_t outputs, int64_t inputs) const {
 void Decoder::divide(const Pass& pass, int64_t threads) {
   constexpr int64_t kEach = 8;  // tasks of a thread, of all key heads, so that none waits long for the others
   const int64_t groups = shape_.heads / shape_.key_heads;
-  int64_t most_nodes = 1;
-  for (int64_t row = 0; row < pass.batch; ++row) most_nodes = std::max(most_nodes, pass.count(row));
-  for (int64_t queries = kernels().most_queries;; queries /= 2) {
-    task_nodes_ = std::clamp<int64_t>(queries / groups, 1, most_nodes);
-    tasks_.clear();
-    for (int64_t row = 0; row < pass.batch; ++row)
-      for (int64_t node = 0; node < pass.count(row); node += task_nodes_) tasks_.emplace_back(row, node);
-    if (queries <= kMostQueries || static_cast<int64_t>(tasks_.size()) * shape_.key_heads >= kEach * threads) return;
-  }
+  int64_t longest = 1;
+  for (int64_t row = 0; row < pass.batch; ++row) longest = std::max(longest, pass.count(row));
+  const auto nodes = [&](int64_t queries) { return std::clamp<int64_t>(queries / groups, 1, longest); };
+  const auto tasks = [&](int64_t queries) {
+    int64_t count = 0;
+    for (int64_t row = 0; row < pass.batch; ++row) count += (pass.count(row) + nodes(queries) - 1) / nodes(queries);
+    return count * shape_.key_heads;
+  };
+  int64_t queries = kernels().most_queries;
+  while (queries > kMostQueries && tasks(queries) < kEach * threads) queries /= 2;
+  task_nodes_ = nodes(queries);
+  tasks_.clear();
+  for (int64_t row = 0; row < pass.batch; ++row)
+    for (int64_t node = 0; node < pass.count(row); node += task_nodes_) tasks_.emplace_back(row, node);
 }
 
 Decoder::Buffers Decoder::prepare(const Pass& pass, int64_t threads) {

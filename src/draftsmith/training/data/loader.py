@@ -206,20 +206,18 @@ class Loader:
 
     def _nothing_usable(self) -> NothingUsable:
         """Say why no piece can be used; each is counted once, though it was drawn in every pass over its source."""
-        reasons: Counter[str] = Counter()
-        advice: dict[str, str] = {}
+        reasons: Counter[tuple[str, str]] = Counter()  # each with what to do about it
         pieces = (piece for source in self.sources for piece in source.source.pieces())
         for number, piece in enumerate(islice(pieces, MOST_MISSES)):
             try:
                 self._windows_of(piece, number)
             except Unusable as error:
-                reasons[str(error)] += 1
-                advice[str(error)] = error.advice
-        said = "; ".join(f"{count:,}: {reason}" for reason, count in reasons.most_common(3))
+                reasons[str(error), error.advice] += 1
+        commonest = reasons.most_common(3)
+        said = "; ".join(f"{count:,}: {reason}" for (reason, _), count in commonest)
         if next(pieces, None) is not None:
             said = f"of the first {MOST_MISSES:,}: {said}"
-        commonest = next((reason for reason, _ in reasons.most_common(1)), None)
-        return NothingUsable(said, "add others" if commonest is None else advice[commonest])
+        return NothingUsable(said, commonest[0][0][1] if commonest else "add others")
 
     def first(self, count: int) -> list[Window]:
         """Return some of the next windows without drawing them."""
