@@ -92,10 +92,10 @@ def test_short_matches_in_sampled_texts_make_no_guesses_behind_the_lookup_cheap(
         assert plan == ALONE, "at a quarter of their cost, they would pay"
 
 
-def with_unaided() -> Fitted:
+def with_unaided(takes: float = 1.4) -> Fitted:
     """The same, and the drafter behind the lookup may draft alone: it is as good there as behind it."""
     measured = profile()
-    arms = (*measured.arms, Arm(UNAIDED, (0.6, 0.4), (1.4,)))
+    arms = (*measured.arms, Arm(UNAIDED, (0.6, 0.4), (takes,)))
     return Fitted(Known(Profile(measured.rows, arms), hope=100.0))
 
 
@@ -132,6 +132,24 @@ def test_lookups_come_back_where_matches_do_not_mislead():
     go_with_unaided(asked, history, 300, copied=0, guessed=1)
     plans = go_with_unaided(asked, history, 900, copied=4, guessed=1)
     assert plans[-100:].count(UNAIDED) < 10 and plans[-100:].count(NO_DRAFT) < 10
+
+
+def test_a_drafter_that_was_unsure_behind_a_lookup_makes_all_its_guesses_by_itself():
+    """While much is looked up, the part behind it is sure of one guess instead of two; then nothing is found any more.
+
+    That part by itself makes two guesses at every step, as always, and is the cheapest then.
+    """
+    asked, history, plans = with_unaided(1.1), RowHistory(False, 5), list[Plan]()
+    for step in range(300):
+        (choice,) = asked.choose(load(1), [history])
+        plans.append(choice.plan)
+        if choice.plan == UNAIDED:
+            history.note(1, 2, choice.plan)
+        elif choice.plan != NO_DRAFT and step < 60 and step % 2:
+            history.note(4, 4, choice.plan)
+        else:
+            history.note(int(choice.plan == BOTH), int(choice.plan == BOTH), choice.plan, choice.plan == BOTH)
+    assert plans[20:60] == [BOTH] * 40 and plans[-100:].count(UNAIDED) > 80
 
 
 def test_how_many_guesses_a_sampled_row_has_is_told_only_where_they_were_looked_up():

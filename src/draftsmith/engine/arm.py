@@ -150,12 +150,13 @@ class Arm:
     def stretched(self, length: float, kept: float) -> float:
         """Return how many guesses a step that makes some accepts: `length` times as many if a match bounds them.
 
-        Where an arm varies, a longer draft only adds guesses that its drafter is hardly sure of, and no more stay.
+        Where an arm varies, a longer draft only adds guesses that its drafter is hardly sure of, and no more stay. And
+        a drafter that guesses because nothing is looked up makes as many guesses at every step.
 
         Args:
             kept: how many are accepted when as many guesses are made as measured.
         """
-        bounded = not self.varies and self.plan.factor is not None
+        bounded = self.found is not None and self.plan.factor is not None
         return min(self.plan.depth, min(length, self.most_length) * kept) if bounded else min(self.plan.depth, kept)
 
     def made_times(self, share: float, length: float, behind: float = 1.0) -> Times:
