@@ -2,11 +2,13 @@
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
 from draftsmith.engine.arm import Arm
-from draftsmith.engine.fitted import Fitted
+from draftsmith.engine.evidence import TRIAL
+from draftsmith.engine.fitted import HELD_EACH, ROOM_EACH, Fitted
 from draftsmith.engine.known import Known
 from draftsmith.engine.policy import Load, RowHistory
 from draftsmith.engine.profile import Profile
@@ -89,7 +91,7 @@ class Text:
             else:
                 choices = list(self.policy.choose(load(8), self.rows))
                 held, self.asked = self.policy.holds, self.asked + 1
-                assert not held or not any(choice.plan.depth for choice in choices)
+                assert held <= (HELD_EACH if any(choice.plan.depth for choice in choices) else HELD)
             self.drafting.append(sum(choice.plan.depth > 0 for choice in choices))
             self.policy.timed(1.5 if self.drafting[-1] else 1.0)
             for row, choice in zip(self.rows, choices, strict=True):
@@ -133,11 +135,11 @@ def test_what_plain_steps_take_is_learnt_while_they_are_all_there_are():
 
 
 class Drafting:
-    """Eight rows whose guesses all stay, at steps that take what was measured."""
+    """Rows whose guesses all stay, at steps that take what was measured."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 8) -> None:
         self.policy = Fitted(Known(Profile(ROWS, (PLAIN, chain(2, 0.9, 1.5)))), learns_times=True)
-        self.rows = [RowHistory(False, 5) for _ in range(8)]
+        self.rows = [RowHistory(False, 5) for _ in range(rows)]
 
     def step(self, now: Load, count: int = 8) -> int:
         """Return how many rows draft."""
@@ -161,6 +163,35 @@ def test_drafts_go_on_after_plain_steps_that_came_only_to_be_timed():
     assert reminders and len(reminders) < 0.04 * len(drafting)
     assert all(rows in (0, 8) for rows in drafting) and drafting[reminders[-1] + 1] == 8
     assert world.policy.steps[0] == 8 * len(reminders)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_rows_that_draft_are_asked_about_every_few_steps(count: int):
+    world, asked, depths = Drafting(count), list[int](), list[int]()
+    while len(depths) < 600:
+        asked.append(len(depths))
+        plan = world.policy.choose(load(count), world.rows)[0].plan
+        for _ in range(1 + world.policy.holds):
+            depths.append(plan.depth)
+            world.policy.timed(1.5 if plan.depth else 1.0)
+            for row in world.rows:
+                row.note(plan.depth, plan.depth, plan)
+    plain = depths.count(0)
+    apart = [later - before for before, later in pairwise(asked)]
+    assert max(apart) == 1 + HELD_EACH and len(asked) < 0.3 * 600
+    assert sum(world.policy.steps) == len(depths) * count and world.policy.steps[0] == plain * count
+    assert plain == 0 if count == 1 else 0 < plain < 0.04 * 600, "timed neither more often nor less"
+
+
+def test_rows_that_end_soon_are_asked_about_at_every_step():
+    for most, holds in ((100, HELD_EACH), (2 * ROOM_EACH + 1, 2), (ROOM_EACH - 1, 0)):
+        rows = [RowHistory(False, 5, most=90 + at) for at in range(7)] + [RowHistory(False, 5, most=most)]
+        world = Drafting()
+        for _ in range(1 + TRIAL):
+            assert all(choice.plan.depth for choice in world.policy.choose(load(8), rows))
+            for row in rows:
+                row.note(2, 2, Plan((1, 1)))
+        assert world.policy.holds == holds
 
 
 @pytest.mark.parametrize("now", [Load(9, 0, 0, 9), Load(8, 1, 0, 8)], ids=["beside a row of its own plan", "a prompt"])

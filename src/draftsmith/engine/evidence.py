@@ -228,6 +228,11 @@ class Evidence:
         self.guessed = self.hit = False
 
     @property
+    def until_judged(self) -> int:
+        """Steps until a trial may end, 0 if there is none."""
+        return self.trial - (TRIAL - HOPELESS) if self.trial > TRIAL - HOPELESS else self.trial
+
+    @property
     def will_go_on(self) -> bool:
         """Whether a trial lasts for one more step."""
         return self._left_after(1) > 0

@@ -42,6 +42,10 @@ cheaper. (For the rows of one call, that loss is computed, see `closing`.)"""
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
+HELD_EACH, ROOM_EACH = 3, 8
+"""Steps with a draft for which it need not be asked again where each row takes its own plan, and how many tokens every
+row must still have to write for each of these steps. With a large target much happens in a step, but weighing every
+plan of every row takes a millisecond or so, which at each step would be a thirtieth of the time."""
 HELD_EARLY, HELD_DRAFTING, EARLY = 7, 15, 24
 """Steps with a draft for which it need not be asked again, where all rows take the same plan: while the first of them
 has fewer than `EARLY` steps behind it, in which most is learnt about a text, and later."""
@@ -87,10 +91,10 @@ class Fitted(Policy):
         # decoded, which ones, and how many steps they had behind them.
         self._crowd = RowEvidence([Evidence() for _ in self._guessers], 0)
         self._asked: tuple[int, Sequence[RowHistory], int] | None = None
-        # Where each row takes its own plan: rows none of which drafts, until they are asked about again, and how many
-        # steps the first of them had behind it when they were counted last.
-        self._resting: tuple[Sequence[RowHistory], int] | None = None
-        self._waits = 0  # for how many further steps none of them begins
+        # Where each row takes its own plan: the rows of the last question, how many steps the first of them had behind
+        # it when they were counted last, and the plans that they take until they are asked about again.
+        self._standing: tuple[Sequence[RowHistory], int, Sequence[int]] | None = None
+        self._waits = 0  # for how many further steps that answer stands
         self._taken = 0  # which plan all rows took last, reminders included
         self._unasked = 0  # steps taken without a question since the last one
         self._reasons: list[Reason] = []
@@ -125,24 +129,25 @@ class Fitted(Policy):
             for history in self._asked[1]:  # otherwise the last steps of rows that have ended would teach nothing
                 self._learnt.of(history)
         if len(self._choices) == 1 or not rows:
-            self._reasons, self._asked, self._resting = [NEVER] * len(rows), None, None
+            self._reasons, self._asked, self._standing = [NEVER] * len(rows), None, None
             self._pace.pause()
             self._together.pause()
             return self._choices[:1] * len(rows)
         count = max(load.decoding, len(rows))
         if GROUP_SHARE * count * self._costs.of(count).plain < GROUP_S or is_closing(load, rows):
-            self._resting = None
+            self._standing = None
             self._together.pause()
             return [self._choices[self._of_all(load, rows, count)]] * len(rows)
-        self._asked, self._resting, self._unasked = None, None, 0
+        self._asked, self._unasked = None, 0
         plans = self._of_one(load, rows) if count == 1 else self._of_each(load, rows, count)
+        self._standing = list(rows), len(rows[0].accepted), plans
         return [self._choices[arm] for arm in plans]
 
     @property
     def holds(self) -> int:
         crowd = self._crowd
         if self._asked is None:
-            return 0 if self._resting is None else self._waits
+            return 0 if self._standing is None else self._waits
         if crowd.arm != self._taken:
             return self._reminders.left
         left, told = HELD, self._learnt.told[crowd.arm]
@@ -179,7 +184,7 @@ class Fitted(Policy):
         row.arm = self._settling.settle(row, Offer(values, price, spent, most, rows[0].left), passed=max(1, row.passed))
         self._steps[row.arm] += 1
         reason = self._explaining.reason(row, values, price, spent, 1, self._tokens, PATIENCE)
-        self._reasons, self._taken = [reason], row.arm
+        self._reasons, self._taken, self._waits = [reason], row.arm, self._stands(rows, [row])
         return [row.arm]
 
     def _of_each(self, load: Load, rows: Sequence[RowHistory], count: int) -> list[int]:
@@ -217,18 +222,26 @@ class Fitted(Policy):
             for row in known:
                 row.interrupt()
             taken, added_s, self._reasons = [0] * len(known), 0.0, [TIMING] * len(known)
-        elif not any(taken):
-            self._resting = list(rows), len(rows[0].accepted)
-            waits = (
-                own.wait - own.since - 1
-                for row, history in zip(known, rows, strict=True) if history.left > SHORT for own in row.evidence
-            )
-            self._waits = max(0, min([HELD, *waits]))
+            self._waits = 0
+        else:
+            self._waits = self._stands(rows, known)
         for arm in taken:
             self._steps[arm] += 1
         together.begin(load, rows, taken, weighing, added_s)
         self._taken = taken[0]
         return taken
+
+    def _stands(self, rows: Sequence[RowHistory], known: Sequence[RowEvidence]) -> int:
+        """Return for how many further steps the answer stands that each of these rows has just got."""
+        if not any(row.arm for row in known):
+            waits = (
+                own.wait - own.since - 1
+                for row, history in zip(known, rows, strict=True) if history.left > SHORT for own in row.evidence
+            )
+            return max(0, min([HELD, *waits]))
+        trials = (row.evidence[self._whose[row.arm]].until_judged for row in known if row.arm)
+        least = min(history.left for history in rows)
+        return int(max(0, min([HELD_EACH, least // ROOM_EACH, *(left - 1 for left in trials if left)])))
 
     def _reminder_is_due(
         self, load: Load, rows: Sequence[RowHistory], known: Sequence[RowEvidence], gain: float
@@ -320,11 +333,13 @@ class Fitted(Policy):
 
     def _count_unasked(self) -> None:
         """Count the steps that were taken without a question since the last one, all with the same plan."""
-        if self._resting is not None:
-            resting, counted = self._resting
-            unasked = max(0, len(resting[0].accepted) - counted - 1)
-            self._steps[0] += unasked * len(resting)
-            self._resting = resting, counted + unasked
+        if self._standing is not None:
+            standing, counted, taken = self._standing
+            unasked = max(0, len(standing[0].accepted) - counted - 1)
+            for arm in taken:
+                self._steps[arm] += unasked
+            self._together.passed(unasked)
+            self._standing = standing, counted + unasked, taken
         if self._asked is None:
             return
         count, rows, before = self._asked

@@ -149,7 +149,13 @@ class MixedPace:
         self._groups: dict[int, Group] = {}  # numbers of rows are grouped by powers of two
         self._latest = AS_MEASURED  # of the group that something was learnt of last
         self._coming: Coming | None = None
+        self._drafting: Group | None = None  # whose steps these are, if rows draft in them
         self._took: list[float] = []
+
+    @property
+    def steps(self) -> int:
+        """How many steps were timed since the last question, at least 1."""
+        return max(1, len(self._took))
 
     def of(self, rows: int) -> Slower:
         """Return how steps of so many rows differ from what was measured."""
@@ -166,10 +172,16 @@ class MixedPace:
         self._coming = coming if self._learns and youngest >= COLD_STEPS else None
         group = self._group(coming.rows)
         group.drafted = group.drafted + 1 if coming.drafts else 0
+        self._drafting = group if coming.drafts else None
+
+    def passed(self, steps: int) -> None:
+        """Note that as many further steps were taken without a question."""
+        if self._drafting is not None:
+            self._drafting.drafted += steps
 
     def pause(self) -> None:
         """Note that the next steps say nothing."""
-        self._coming = None
+        self._coming = self._drafting = None
         self._took.clear()
 
     def timed(self, seconds: float) -> None:

@@ -48,7 +48,7 @@ class Together:
         """How long steps take now."""
         self._expected, self._costs = expected, costs
         self._steady_guesses = [float(arm.plan.max_nodes) if arm.is_steady else 0.0 for arm in expected.arms]
-        # Of the last step: what plans cost, as measured; and of each row whose number of guesses was not known before,
+        # Of the last steps: what plans cost, as measured; and of each row whose number of guesses was not known before,
         # its plan, and what that was expected to cost.
         self._weighed: Costs | None = None
         self._varied = list[tuple[RowHistory, int, float]]()
@@ -101,12 +101,17 @@ class Together:
         self.pace.begin(coming, min(len(row.accepted) for row in rows))
 
     def learn(self) -> None:
-        """Learn from the last step, if it was timed."""
+        """Learn from the steps since the last question, if they were timed."""
         costs = self._weighed
         if costs is not None:
-            really = (self._costs.of_made(costs, at, [row], 1) - expected for row, at, expected in self._varied)
+            steps = self.pace.steps  # for which the answer stood
+            really = (self._costs.of_made(costs, at, [row], steps) - expected for row, at, expected in self._varied)
             self.pace.learn(sum(really))
         self._weighed = None
+
+    def passed(self, steps: int) -> None:
+        """Note that as many further steps were taken without a question."""
+        self.pace.passed(steps)
 
     def pause(self) -> None:
         """Note that the next steps say nothing."""
