@@ -42,10 +42,11 @@ cheaper. (For the rows of one call, that loss is computed, see `closing`.)"""
 GROUP_S, GROUP_SHARE = 0.0005, 0.03
 """Rows that draft differently form groups, and each group costs a step so much time, whatever the target. Where that is
 more than this share of a step, all rows take the same plan."""
-HELD_EACH, ROOM_EACH = 3, 8
-"""Steps with a draft for which it need not be asked again where each row takes its own plan, and how many tokens every
-row must still have to write for each of these steps. With a large target much happens in a step, but weighing every
-plan of every row takes a millisecond or so, which at each step would be a thirtieth of the time."""
+HELD_EACH, ROOM_EACH = 1, 8
+"""Steps with a draft for which it need not be asked again where each row takes its own plan, if every row has so many
+tokens to write. Weighing every plan of every row takes up to a millisecond, which at each step would be a thirtieth of
+the time. But texts change within a few steps: answers that stood for three further ones made one text, or two, slower.
+"""
 HELD_EARLY, HELD_DRAFTING, EARLY = 7, 15, 24
 """Steps with a draft for which it need not be asked again, where all rows take the same plan: while the first of them
 has fewer than `EARLY` steps behind it, in which most is learnt about a text, and later."""
@@ -240,8 +241,9 @@ class Fitted(Policy):
             )
             return max(0, min([HELD, *waits]))
         trials = (row.evidence[self._whose[row.arm]].until_judged for row in known if row.arm)
-        least = min(history.left for history in rows)
-        return int(max(0, min([HELD_EACH, least // ROOM_EACH, *(left - 1 for left in trials if left)])))
+        if min(history.left for history in rows) < ROOM_EACH:
+            return 0
+        return max(0, min([HELD_EACH, *(left - 1 for left in trials if left)]))
 
     def _reminder_is_due(
         self, load: Load, rows: Sequence[RowHistory], known: Sequence[RowEvidence], gain: float
