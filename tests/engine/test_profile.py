@@ -105,7 +105,7 @@ def test_what_matches_bound_may_make_more_guesses_than_measured():
     assert loose.stretched(3.0, 1.5) == loose.stretched(0.3, 1.5) == 1.5, "no match bounds it"
     assert loose.most_length == 1.0
     unaided = Arm(Plan((1,) * 4, factor=NO_COPY), (0.9, 0.6, 0.4, 0.2), (2.0,))
-    assert unaided.stretched(0.3, 2.1) == 2.1 and unaided.made_times(1.0, 1.0) == (1.0, 1.0), "nothing is looked up"
+    assert unaided.stretched(0.3, 2.1) == 2.1 and unaided.made_times(1.0, 0.3) == (1.0, 1.0), "nothing is looked up"
     tree = replace(arm, plan=Plan((2, 2)), made=5.0, survival=(1.0, 1.0))
     assert tree.accepted(9.0, 99.0, 9.0) == 2, "no more than its depth, whatever its nodes"
     seconds = Profile((1,), (found.arms[0], arm)).costs((found.arms[0], arm), 1)

@@ -10,11 +10,12 @@ from draftsmith.engine.arm import Arm
 from draftsmith.engine.evidence import TRIAL
 from draftsmith.engine.fitted import HELD_EACH, ROOM_EACH, Fitted
 from draftsmith.engine.known import Known
+from draftsmith.engine.mixed_pace import LONG_WAIT
 from draftsmith.engine.policy import Load, RowHistory
 from draftsmith.engine.profile import Profile
 from draftsmith.engine.trials import HELD
 from draftsmith.plan import NO_DRAFT, Plan
-from tests.helpers.profiles import load
+from tests.helpers.profiles import load, tokens_found
 
 ROWS = (1, 8)
 PLAIN = Arm(NO_DRAFT, (), (1.0, 1.0))
@@ -176,11 +177,53 @@ def test_rows_that_draft_are_asked_about_at_every_second_step(count: int):
             world.policy.timed(1.5 if plan.depth else 1.0)
             for row in world.rows:
                 row.note(plan.depth, plan.depth, plan)
-    plain = depths.count(0)
+    plain = [step for step, depth in enumerate(depths) if not depth]
     apart = [later - before for before, later in pairwise(asked)]
     assert max(apart) == 1 + HELD_EACH and len(asked) < 0.6 * 600
-    assert sum(world.policy.steps) == len(depths) * count and world.policy.steps[0] == plain * count
-    assert plain == 0 if count == 1 else 0 < plain < 0.04 * 600, "timed neither more often nor less"
+    assert sum(world.policy.steps) == len(depths) * count and world.policy.steps[0] == len(plain) * count
+    if count > 1:
+        assert {later - before for before, later in pairwise(plain)} == {LONG_WAIT + 1}, "timed as often as ever"
+    else:
+        assert not plain
+
+
+def test_what_one_of_two_steps_finds_is_no_surprise_in_the_other():
+    """A lookup finds four guesses, which all stay, at every second step, and steps take what was measured."""
+    arm = Arm(Plan((1,) * 4), (1.0,) * 4, (1.2, 1.2), tokens_found(0.5, 4.0), (1.4, 1.4), 4.0)
+    policy, rows = Fitted(Known(Profile(ROWS, (PLAIN, arm))), learns_times=True), [RowHistory(False, 5) for _ in "ab"]
+    finds, depths = 0, list[int]()
+    while len(depths) < 900:
+        plan = policy.choose(load(2), rows)[0].plan
+        for _ in range(1 + policy.holds):
+            depths.append(plan.depth)
+            finds = 4 - finds
+            found = finds if plan.depth else 0
+            policy.timed(1.0 + 0.1 * found)
+            for row in rows:
+                row.note(found, found, plan)
+    plain = [step for step, depth in enumerate(depths) if not depth]
+    assert min(later - before for before, later in pairwise(plain[1:])) >= LONG_WAIT
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_short_texts_teach_what_their_last_steps_showed(count: int):
+    """Nothing stays in texts of ten steps each; trials are paid for from all tokens, whoever was asked about them."""
+    drafted = list[int]()
+    for asks in (True, False):
+        policy = Fitted(Known(Profile(ROWS, (PLAIN, chain(1, 0.5, 1.45))), hope=2.0))
+        for _ in range(150):
+            rows, held = [RowHistory(False, 5, most=200) for _ in range(count)], 0
+            for _ in range(10):
+                if asks or not held:
+                    choices, held = policy.choose(load(count), rows), policy.holds
+                else:
+                    held -= 1
+                for row, choice in zip(rows, choices, strict=True):
+                    row.note(0, choice.plan.depth, choice.plan)
+        policy.choose(load(0), [])
+        assert sum(policy.steps) == 1500 * count
+        drafted.append(policy.steps[1])
+    assert drafted[1] == pytest.approx(drafted[0], rel=0.3), "as much is tried"
 
 
 def test_rows_that_end_soon_are_asked_about_at_every_step():

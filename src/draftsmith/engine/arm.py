@@ -167,7 +167,7 @@ class Arm:
             length: how many times as many are made by a step that makes some.
             behind: the same where another drafter makes them.
         """
-        times = share / self.usual_share * min(length, self.most_length)
+        times = share / self.usual_share * (1.0 if self.is_steady else min(length, self.most_length))
         if not self.usual_behind:
             return times, 1.0
         return times, (1 - share) / (1 - self.usual_share) * min(behind, self.most_behind)

@@ -232,10 +232,9 @@ class Evidence:
         """Steps until a trial may end, 0 if there is none."""
         return self.trial - (TRIAL - HOPELESS) if self.trial > TRIAL - HOPELESS else self.trial
 
-    @property
-    def will_go_on(self) -> bool:
-        """Whether a trial lasts for one more step."""
-        return self._left_after(1) > 0
+    def will_go_on(self, steps: int = 1) -> bool:
+        """Return whether a trial goes on after so many steps, without counting them."""
+        return self._left_after(steps) > 0
 
     def goes_on(self, steps: int = 1) -> bool:
         """Count steps of a trial; return whether the trial goes on."""

@@ -45,8 +45,8 @@ more than this share of a step, all rows take the same plan."""
 HELD_EACH, ROOM_EACH = 1, 8
 """Steps with a draft for which it need not be asked again where each row takes its own plan, if every row has so many
 tokens to write. Weighing every plan of every row takes up to a millisecond, which at each step would be a thirtieth of
-the time. But texts change within a few steps: answers that stood for three further ones made one text, or two, slower.
-"""
+the time. But texts change within a few steps: answers that stood for three further ones made decoding slower with one
+text or two at a time."""
 HELD_EARLY, HELD_DRAFTING, EARLY = 7, 15, 24
 """Steps with a draft for which it need not be asked again, where all rows take the same plan: while the first of them
 has fewer than `EARLY` steps behind it, in which most is learnt about a text, and later."""
@@ -95,7 +95,7 @@ class Fitted(Policy):
         # Where each row takes its own plan: the rows of the last question, how many steps the first of them had behind
         # it when they were counted last, and the plans that they take until they are asked about again.
         self._standing: tuple[Sequence[RowHistory], int, Sequence[int]] | None = None
-        self._waits = 0  # for how many further steps that answer stands
+        self._holds = 0  # for how many further steps that answer stands
         self._taken = 0  # which plan all rows took last, reminders included
         self._unasked = 0  # steps taken without a question since the last one
         self._reasons: list[Reason] = []
@@ -129,6 +129,10 @@ class Fitted(Policy):
         if self._asked is not None and self._asked[1] != rows:
             for history in self._asked[1]:  # otherwise the last steps of rows that have ended would teach nothing
                 self._learnt.of(history)
+        if self._standing is not None and self._standing[0] != rows:
+            for history in self._standing[0]:
+                if history not in rows:
+                    self._learn_last(history)
         if len(self._choices) == 1 or not rows:
             self._reasons, self._asked, self._standing = [NEVER] * len(rows), None, None
             self._pace.pause()
@@ -148,7 +152,7 @@ class Fitted(Policy):
     def holds(self) -> int:
         crowd = self._crowd
         if self._asked is None:
-            return 0 if self._standing is None else self._waits
+            return 0 if self._standing is None else self._holds
         if crowd.arm != self._taken:
             return self._reminders.left
         left, told = HELD, self._learnt.told[crowd.arm]
@@ -185,7 +189,7 @@ class Fitted(Policy):
         row.arm = self._settling.settle(row, Offer(values, price, spent, most, rows[0].left), passed=max(1, row.passed))
         self._steps[row.arm] += 1
         reason = self._explaining.reason(row, values, price, spent, 1, self._tokens, PATIENCE)
-        self._reasons, self._taken, self._waits = [reason], row.arm, self._stands(rows, [row])
+        self._reasons, self._taken, self._holds = [reason], row.arm, self._held_for(rows, [row])
         return [row.arm]
 
     def _of_each(self, load: Load, rows: Sequence[RowHistory], count: int) -> list[int]:
@@ -223,16 +227,23 @@ class Fitted(Policy):
             for row in known:
                 row.interrupt()
             taken, added_s, self._reasons = [0] * len(known), 0.0, [TIMING] * len(known)
-            self._waits = 0
+            self._holds = 0
         else:
-            self._waits = self._stands(rows, known)
+            self._holds = self._held_for(rows, known)
         for arm in taken:
             self._steps[arm] += 1
         together.begin(load, rows, taken, weighing, added_s)
         self._taken = taken[0]
         return taken
 
-    def _stands(self, rows: Sequence[RowHistory], known: Sequence[RowEvidence]) -> int:
+    def _learn_last(self, history: RowHistory) -> None:
+        """Learn from the last steps of a row that has ended, about which nobody asked any more."""
+        row = self._learnt.of(history)
+        if row.passed:
+            tokens = row.passed + sum(history.accepted[-row.passed:])
+            self._trials.purse.earn(row.sampled, tokens)
+
+    def _held_for(self, rows: Sequence[RowHistory], known: Sequence[RowEvidence]) -> int:
         """Return for how many further steps the answer stands that each of these rows has just got."""
         if not any(row.arm for row in known):
             waits = (
@@ -334,7 +345,7 @@ class Fitted(Policy):
         return self._taken
 
     def _count_unasked(self) -> None:
-        """Count the steps that were taken without a question since the last one, all with the same plan."""
+        """Count the steps that were taken without a question since the last one, by the plans of the last answer."""
         if self._standing is not None:
             standing, counted, taken = self._standing
             unasked = max(0, len(standing[0].accepted) - counted - 1)

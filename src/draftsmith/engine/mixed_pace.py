@@ -213,8 +213,9 @@ class MixedPace:
             group.has_plain, group.is_unsteady = True, abs(differed) >= STEADY * before.plain
             group.surprise, group.is_surprised = 0.0, False
         else:
-            surprise = min(MOST_SLOWER, max(MOST_FASTER, self._took[-1] / coming.plain_s / expected)) - 1
-            group.surprise += SURPRISED * (surprise - group.surprise)
+            # On average over the steps: a lookup finds much in one of them and nothing in the next.
+            surprise = min(MOST_SLOWER, max(MOST_FASTER, sum(self._took) / steps / coming.plain_s / expected)) - 1
+            group.surprise += (1 - (1 - SURPRISED) ** steps) * (surprise - group.surprise)
             group.is_surprised = group.is_surprised or abs(group.surprise) > STEADY
         group.slower = self._latest = _found(group, before)
 

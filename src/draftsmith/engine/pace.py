@@ -126,7 +126,7 @@ class Pace:
             took: seconds of each step.
             seconds: of a row's share of such a step, by the measured costs.
         """
-        most = HICCUP * sorted(took)[len(took) // 2]
+        most = HICCUP * sorted(took)[(len(took) - 1) // 2]
         ratio = sum([min(one, most) for one in took]) / (len(took) * count * seconds)
         found, size = self.slower(count), count.bit_length()
         taken = self._taken.setdefault(size, [0] * len(self._whose))

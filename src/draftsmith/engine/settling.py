@@ -36,7 +36,7 @@ class Settling:
 
     def will_go_on(self, row: RowEvidence) -> bool:
         """Whether a row drafts as before in the next step for that reason, whatever is best."""
-        return row.arm > 0 and row.evidence[self._whose[row.arm]].will_go_on
+        return row.arm > 0 and row.evidence[self._whose[row.arm]].will_go_on(max(1, row.passed))
 
     def settle(
         self, row: RowEvidence, offer: Offer, patience: float = PATIENCE, switch: float = PATIENCE, passed: int = 1
