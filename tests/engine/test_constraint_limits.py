@@ -286,7 +286,7 @@ except EOFError:
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded there alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="a process's memory is limited on Linux only")
 def test_a_form_with_too_little_memory_is_told_and_the_process_ends_with_its_server():
     ours, theirs = Pipe()
     with theirs:

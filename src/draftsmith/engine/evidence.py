@@ -232,7 +232,7 @@ class Evidence:
         """Steps until a trial may end, 0 if there is none."""
         return self.trial - (TRIAL - HOPELESS) if self.trial > TRIAL - HOPELESS else self.trial
 
-    def will_go_on(self, steps: int = 1) -> bool:
+    def will_go_on(self, steps: int) -> bool:
         """Return whether a trial goes on after so many steps, without counting them."""
         return self._left_after(steps) > 0
 

@@ -351,7 +351,7 @@ class Fitted(Policy):
             unasked = max(0, len(standing[0].accepted) - counted - 1)
             for arm in taken:
                 self._steps[arm] += unasked
-            self._together.passed(unasked)
+            self._together.pace.passed(unasked)
             self._standing = standing, counted + unasked, taken
         if self._asked is None:
             return

@@ -175,7 +175,7 @@ class MixedPace:
         self._drafting = group if coming.drafts else None
 
     def passed(self, steps: int) -> None:
-        """Note that as many further steps were taken without a question."""
+        """Note that so many further steps were taken without a question."""
         if self._drafting is not None:
             self._drafting.drafted += steps
 

@@ -109,10 +109,6 @@ class Together:
             self.pace.learn(sum(really))
         self._weighed = None
 
-    def passed(self, steps: int) -> None:
-        """Note that as many further steps were taken without a question."""
-        self.pace.passed(steps)
-
     def pause(self) -> None:
         """Note that the next steps say nothing."""
         self._weighed = None
