@@ -73,12 +73,14 @@ struct Block {
     std::pair<int64_t, int64_t> longest = undecided;
     Joint joint;
     for (int64_t node = 0;; ++node) {
-      if (!weigh(chooser, b, node, exactly)) return undecided;
       if (node == guesses) {
         const int passes = node == 0 ? -1 : test_whole(joint, all.noise(b, node - 1, Stream::kBlockAccept, node - 1));
         if (passes == 0) return undecided;
-        return passes < 0 ? std::pair{node, chooser.first_of(all.race(b, node))} : longest;
+        if (passes > 0) return longest;
+        all.take(chooser, b, node);
+        return {node, chooser.draw(all.rules[b], all.race(b, node))};
       }
+      if (!weigh(chooser, b, node, exactly)) return undecided;
       const double share = refusals.share_of_q(chooser, q(b, node), all.tokens(b)[node]);
       const double rest = refusals.leave(joint.value, joint.doubt);
       const int passes =

@@ -117,8 +117,7 @@ class Chooser {
     });
     call("aten::exp_", "", over(weights_));
     over_stretches([&](int64_t stretch, int64_t begin, int64_t end) {
-      const float* weights = weights_.data() + begin;
-      kernels().rest(weights, 1, weights, 0, end - begin, nullptr, sums_of_stretches_.data() + stretch);
+      kernels().add_up(weights_.data() + begin, end - begin, sums_of_stretches_.data() + stretch);
     });
     total_ = std::accumulate(sums_of_stretches_.begin(), sums_of_stretches_.end(), 0.0);
     is_exact_ = true;
@@ -164,30 +163,35 @@ class Chooser {
     is_few_ = is_exact_ = rules.filters();
   }
 
-  // The same as `first_of` after `weigh`, of all tokens, but in one walk through the logits that keeps no weights.
+  // The same as `first_of` after `weigh`, of all tokens, but most of them are never weighed: no token of a stretch arrives
+  // sooner than it would if it weighed as much as the heaviest one there.
   int64_t first_of_all(const Race& race) {
-    for (const double late : {kLate, static_cast<double>(kInfinity)}) {
-      std::mutex alone;
-      First first;
-      double reach = kInfinity;
-      over_stretches([&](int64_t, int64_t begin, int64_t end) {
-        First own;
-        double all = 0;  // of the weights so far: what arrives after `late / all` need not be looked at
-        alignas(64) float weights[kStretch];
-        x_.by_stretches(begin, end, [&](int64_t stretch, int64_t from, int64_t count, const float* x) {
+    find_peaks();
+    First first;
+    const double reach = race.time(best()) * first.near;  // the best one weighs one
+    std::mutex alone;
+    over_stretches([&](int64_t stretch, int64_t begin, int64_t end) {
+      First own;
+      alignas(64) float weights[kStretch];
+      for (; begin < end; ++stretch, begin += kStretch) {
+        const int64_t count = std::min(kStretch, end - begin);
+        const double most = weight_by_score(peaks_[stretch]);
+        if (most * std::min(reach, own.time) < kFewEarly) {
+          own.look_at_few(race, begin, count, most, reach, [&](int64_t token) { return weight_by_score(x_[token]); });
+          continue;
+        }
+        x_.by_stretches(begin, begin + count, [&](int64_t, int64_t, int64_t, const float* x) {
           kernels().weigh(x, count, temperature_, top_, weights, sums_.data() + stretch);
-          all += sums_[stretch];
-          own.look_at_stretch(race, weights, from, count, late / all);
         });
-        const std::lock_guard<std::mutex> guard(alone);
-        first.take(own);
-        reach = std::min(reach, late / all);
-      });
-      if (first.token != kUndecided && first.time * first.near <= reach)
-        return first.is_sure(kRough) ? first.token : kUndecided;
-    }
-    return kUndecided;
+        own.look_at_stretch(race, weights, begin, count, reach);
+      }
+      const std::lock_guard<std::mutex> guard(alone);
+      first.take(own);
+    });
+    return first.is_sure(kRough) ? first.token : kUndecided;
   }
+
+  double weight_by_score(float score) const { return std::exp(static_cast<double>(score / temperature_ - top_)); }
 
   void look(const Race& race, double reach, First& first) const {
     std::mutex alone;
@@ -432,6 +436,10 @@ class Chooser {
     total_ = std::accumulate(order_.begin(), order_.end(), 0.0);
     return true;
   }
+
+  // Where no token of a stretch is likelier than this to be early, the few that are take less time to weigh one by one than
+  // all of them together.
+  static constexpr double kFewEarly = 1.0 / 32;
 
   int64_t vocabulary_, stretches_, threads_;
   std::vector<float> shaped_, maxima_, peaks_, order_, sums_, weights_;

@@ -149,12 +149,15 @@ struct Kernels {
   // weights = e^(x / temperature - highest), no x / temperature being more than highest, with a relative error below
   // 3e-7 where they are above e^-87; and the sum of every stretch. Quotient and difference are rounded one by one.
   void (*weigh)(const float* x, int64_t count, float temperature, float highest, float* weights, float* sums);
+  // The sum of every stretch in float64.
+  void (*add_up)(const float* weights, int64_t count, double* sums);
   // rest[i] = max(w[i] · w_scale - q[i] · q_scale, 0) in float64, unless it is null, and the sum of every stretch.
   void (*rest)(const float* w, double w_scale, const float* q, double q_scale, int64_t count, double* rest, double* sums);
   // weights · factor, or 0 where a weight is below 1e-30, and the sum of every stretch of them in float64.
   void (*share)(float* weights, int64_t count, float factor, double* sums);
   // The tokens, numbered from `first` on and told by their places, that may arrive before `reach` in a race: those whose
-  // word of 32 bits is at most 2^32 · reach · weight; see race.h. Some that may not can be among them.
+  // word of 32 bits is at most 2^32 · reach · weight; see race.h. Some that may not can be among them. Without weights,
+  // each of them weighs one.
   int64_t (*early)(const float* weights, int64_t count, uint32_t first, uint64_t key, float reach, int32_t* places);
   // Packs a panel: line k of `to` is the k-th pair of sixteen rows, of which row n begins at rows + n * stride. For
   // int8, a pair stands for a quad.

@@ -292,7 +292,7 @@ const Kernels* amx_kernels() {
   static const bool here = base() != nullptr && tiles_are_ours();
   if (!here) return nullptr;
   static const Kernels table{"amx", gemm, gemm_int8, base()->gemm_int4, attend, kMostQueriesOnTiles, room_on_tiles, rms_norm, silu_times, narrow_row, add_row,
-                             round_row, quantise, base()->quantise_groups, base()->round_group, base()->round_panel, rotate, activate, sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, rest, share, early,
+                             round_row, quantise, base()->quantise_groups, base()->round_group, base()->round_panel, rotate, activate, sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, add_up, rest, share, early,
                              base()->interleave};
   return &table;
 }

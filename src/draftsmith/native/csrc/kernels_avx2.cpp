@@ -271,7 +271,7 @@ namespace draftsmith {
 const Kernels* avx2_kernels() {
   static const Kernels table{"avx2", gemm, gemm_int8, gemm_int4_by<Int4Halves>, attend_by<score_panels, mix_values_by<Line>, 16>, kMostQueries, room_for_scores, rms_norm,
                              silu_times, narrow_row, add_row, round_row, quantise, quantise_groups, round_group, round_panel, rotate, activate,
-                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, rest, share, early, interleave};
+                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, add_up, rest, share, early, interleave};
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &table : nullptr;
 }
 

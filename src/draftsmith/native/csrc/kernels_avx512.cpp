@@ -87,7 +87,7 @@ const Kernels* avx512_kernels() {
     return nullptr;
   static const Kernels table{"avx512", gemm, base->gemm_int8, gemm_int4_by<Int4Lines>, base->attend, base->most_queries, base->attention_room, rms_norm,
                              silu_times, narrow_row, add_row, round_row, quantise, quantise_groups, round_group, round_panel, rotate, activate,
-                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, rest, share, early, interleave};
+                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, add_up, rest, share, early, interleave};
   return &table;
 }
 

@@ -111,7 +111,7 @@ const Kernels* avx512bf16_kernels() {
   if (base == nullptr || !__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vnni")) return nullptr;
   static const Kernels table{"avx512bf16", gemm, gemm_int8, gemm_int4_by<Int4Lines>, attend_by<score_keys_by_pairs, mix_values_by<Line>, 16>,
                              kMostQueries, room_for_scores, rms_norm, silu_times, narrow_row, add_row, round_row, quantise, quantise_groups, round_group, round_panel, rotate, activate,
-                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, rest, share, early, base->interleave};
+                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, add_up, rest, share, early, base->interleave};
   return &table;
 }
 

@@ -185,6 +185,20 @@ inline void put_upper_halves(Words a, Words b, bf16* to) {
 #endif
 }
 
+// A bit for every lane in which all bits are set, and none for those of zero.
+inline uint32_t bits_of(Words truths) {
+#if defined(DRAFTSMITH_AVX512)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(truths));
+#elif defined(DRAFTSMITH_AVX2)
+  return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(truths.low))) |
+         static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(truths.high))) << 8;
+#else
+  uint32_t bits = 0;
+  for (int l = 0; l < kLanes; ++l) bits |= (truths[l] & 1) << l;
+  return bits;
+#endif
+}
+
 // The numbers of the lanes.
 inline Words numbers() {
   alignas(64) static const uint32_t kNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

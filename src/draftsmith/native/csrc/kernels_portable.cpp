@@ -34,7 +34,7 @@ void gemm(const bf16* x, int64_t x_stride, int64_t rows, const bf16* packed, int
 const Kernels* portable_kernels() {
   static const Kernels table{"portable", gemm, gemm_int8_plain, gemm_int4_plain, attend_by<score_keys, mix_values>, kMostQueries, room_for_scores, rms_norm,
                              silu_times, narrow_row, add_row, round_row, quantise, quantise_groups, round_group, round_panel, rotate, activate,
-                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, rest, share, early, interleave_plain};
+                             sum_exponentials, argmax, all_finite, widen_row, maxima, weigh, add_up, rest, share, early, interleave_plain};
   return &table;
 }
 

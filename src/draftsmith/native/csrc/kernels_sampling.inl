@@ -66,6 +66,19 @@ inline double sum_of_doubles(Doubles a, Doubles b) {
   return sum;
 }
 
+void add_up(const float* weights, int64_t count, double* sums) {
+  for (int64_t start = 0; start < count; start += kStretch) {
+    const int64_t stop = start + kStretch < count ? start + kStretch : count;
+    Doubles sum[4] = {};
+    int64_t i = start;
+    for (; i + 32 <= stop; i += 32)
+      for (int part = 0; part < 4; ++part) sum[part] += doubles_at(weights + i + 8 * part);
+    double all = sum_of_doubles(sum[0] + sum[1], sum[2] + sum[3]);
+    for (; i < stop; ++i) all += static_cast<double>(weights[i]);
+    *sums++ = all;
+  }
+}
+
 void rest(const float* w, double w_scale, const float* q, double q_scale, int64_t count, double* to, double* sums) {
   for (int64_t start = 0; start < count; start += kStretch) {
     const int64_t stop = start + kStretch < count ? start + kStretch : count;
@@ -111,30 +124,35 @@ inline Words scramble(Words x) {
   return x ^ (x >> 16);
 }
 
-int64_t early(const float* weights, int64_t count, uint32_t first, uint64_t key, float reach, int32_t* places) {
+// The places of those of `count` tokens, numbered from `first` on, that are early: is_early(words, i) says of sixteen, of
+// which i come before, and of whose words it gets the upper 24 bits, which a float holds.
+template <class IsEarly>
+inline int64_t early_by(int64_t count, uint32_t first, uint64_t key, const IsEarly& is_early, int32_t* places) {
   const Words low = Words{} + static_cast<uint32_t>(key), high = Words{} + static_cast<uint32_t>(key >> 32);
-  const Lanes bound = Lanes{} + reach * 0x1p24f;
   Words tokens = numbers() + first;
-  // Of a word the upper 24 bits, which a float holds.
-  const auto is_early = [&](Words tokens_of_lanes, Lanes some) {
-    const Words words = scramble(scramble(tokens_of_lanes ^ low) + high);
-    return same_bits<Words>(converted<Lanes>(same_bits<Ints>(words >> 8)) <= some * bound);
-  };
-  int64_t found = 0, i = 0;
-  for (; i + kLanes <= count; i += kLanes, tokens += static_cast<uint32_t>(kLanes)) {
-    const Words some = is_early(tokens, lanes_at(weights + i));
-    uint32_t any = 0;
-    for (int l = 0; l < kLanes; ++l) any |= some[l];
-    if (any != 0)
-      for (int l = 0; l < kLanes; ++l)
-        if (some[l] != 0) places[found++] = static_cast<int32_t>(i + l);
-  }
-  if (i < count) {
-    const Words some = is_early(tokens, few_at(weights + i, count - i));
-    for (int l = 0; i + l < count; ++l)
-      if (some[l] != 0) places[found++] = static_cast<int32_t>(i + l);
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; i += kLanes, tokens += static_cast<uint32_t>(kLanes)) {
+    const Words words = scramble(scramble(tokens ^ low) + high) >> 8;
+    for (uint32_t some = bits_of(is_early(same_bits<Ints>(words), i)); some != 0; some &= some - 1) {
+      const int64_t place = i + __builtin_ctz(some);
+      if (place < count) places[found++] = static_cast<int32_t>(place);
+    }
   }
   return found;
+}
+
+int64_t early(const float* weights, int64_t count, uint32_t first, uint64_t key, float reach, int32_t* places) {
+  const float most = reach * 0x1p24f;
+  if (weights == nullptr) {
+    const Ints bound = Ints{} + static_cast<int32_t>(most < 0x1p24f ? most : 0x1p24f);
+    return early_by(count, first, key, [&](Ints words, int64_t) { return same_bits<Words>(words <= bound); }, places);
+  }
+  const Lanes bound = Lanes{} + most;
+  const auto is_early = [&](Ints words, int64_t i) {
+    const Lanes some = i + kLanes <= count ? lanes_at(weights + i) : few_at(weights + i, count - i);
+    return same_bits<Words>(converted<Lanes>(words) <= some * bound);
+  };
+  return early_by(count, first, key, is_early, places);
 }
 
 }  // namespace

@@ -93,6 +93,19 @@ struct First {
       if (weight > 0) offer(race.time(start + early[i]) / weight, start + early[i]);
     }
   }
+
+  // The same where none of them weighs more than `most`, and weight(token) is only asked for those that come into question.
+  template <class Weight>
+  void look_at_few(const Race& race, int64_t start, int64_t count, double most, double reach, const Weight& weight) {
+    int32_t early[kStretch];
+    const int64_t found = kernels().early(nullptr, count, static_cast<uint32_t>(start), race.key(),
+                                          static_cast<float>(std::min(reach, time * near) * most * 1.0001), early);
+    for (int64_t i = 0; i < found; ++i) {
+      const int64_t token = start + early[i];
+      const double own = weight(token);
+      if (own > 0 && race.soonest(token) <= std::min(reach, time * near) * own) offer(race.time(token) / own, token);
+    }
+  }
 };
 
 // Those who arrive first, as many as are wanted, in their order; of those who arrive together, the lower first.

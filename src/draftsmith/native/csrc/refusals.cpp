@@ -64,6 +64,7 @@ struct Verification {
         if (tokens[k] == best && of[best] > 0) return {static_cast<int64_t>(k), kUndecided};
       return {-1, best};
     }
+    if (tokens.empty()) return {-1, chooser.draw(own, all.race(b, level))};
     if (!chooser.is_readable(own)) return {-1, all.vocabulary - 1};
     if (!chooser.weigh(own)) return {};
     const auto judged = [&] {

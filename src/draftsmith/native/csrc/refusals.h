@@ -101,7 +101,7 @@ class Refusals {
     if (!knows_q_)
       p_->over_stretches([&](int64_t stretch, int64_t begin, int64_t end) {
         if constexpr (std::is_same_v<Q, float>)
-          kernels().rest(q_ + begin, 1, q_ + begin, 0, end - begin, nullptr, q_sums_.data() + stretch);
+          kernels().add_up(q_ + begin, end - begin, q_sums_.data() + stretch);
         else
           for (int64_t i = begin; i < end; i += kStretch)
             q_sums_[i / kStretch] = std::accumulate(q_ + i, q_ + std::min(i + kStretch, end), 0.0);
