@@ -27,6 +27,7 @@ from draftsmith.verify import (
     uniform,
 )
 from draftsmith.verify.choices import UNDECIDED
+from draftsmith.verify.noise import arrivals
 from tests.native.test_sampling import DTYPES, KINDS, assert_same, logits_of, past_of, rules_of
 
 if not LIBRARY:
@@ -85,6 +86,27 @@ def given_of(
     rules = SamplingBatch.build(params, vocabulary, "cpu")
     past = past_of(random.Random(seed), batch, vocabulary) if rules.needs_history else None
     return logits_BMV.to(dtype), rules, past, draft, visible_BMM, seeds_B, torch.arange(batch)
+
+
+@pytest.mark.parametrize(("seed", "late"), [(4_400_933, 1_188), (7_352_519, 36_177)])
+def test_where_a_guess_cannot_have_been_drawn_a_late_token_hides_no_sooner_one(seed: int, late: int) -> None:
+    """`late`, found by searching, arrives later than 25 times the mean, and others of little weight just before it."""
+    vocabulary, seeds_B, positions_B = 40_000, torch.tensor([seed]), torch.zeros(1, dtype=torch.long)
+    times_V = arrivals(torch.arange(vocabulary), seeds_B[0], positions_B[0], Stream.TARGET)
+    rules = SamplingBatch.build([SamplingParams(temperature=1.0)], vocabulary, "cpu")
+    impossible = 5
+    q_BMV = torch.zeros((1, 1, vocabulary))
+    q_BMV[..., impossible + 1] = 1.0
+    draft = Draft(torch.tensor([[impossible]]), torch.tensor([[ROOT]]), 1, q_BMV, (1,))
+    visible_BMM, _ = tree_tables(draft.parents_BN, draft.depth)
+    for sooner in times_V.argsort()[:40].tolist():
+        logits_BMV = torch.full((1, 2, vocabulary), -torch.inf)
+        logits_BMV[..., late] = 0.0
+        logits_BMV[..., sooner] = (times_V[sooner] / (times_V[late] - 0.01)).log().float()
+        given = (logits_BMV, rules, None, draft, visible_BMM, seeds_B, positions_B)
+        found = native(*given)
+        assert found.next_B.tolist() == [sooner]
+        assert_same(found, accept_drawn_as_defined(*given))
 
 
 @pytest.mark.parametrize("q_dtype", [torch.float32, torch.float64], ids=str)

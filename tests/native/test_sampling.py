@@ -202,7 +202,7 @@ def test_draws_near_every_boundary_are_those_of_the_definition(instructions: str
 
 @pytest.mark.parametrize("others", [-torch.inf, -80.0])
 @pytest.mark.parametrize(("seed", "token"), [(4_400_933, 1_188), (7_352_519, 36_177)])
-def test_a_race_that_nobody_ends_in_time_is_looked_at_again(seed: int, token: int, others: float, instructions: str):
+def test_whoever_arrives_first_is_found_however_late_that_is(seed: int, token: int, others: float, instructions: str):
     """These two tokens, found by searching, are later than 25 times the mean, and yet nobody is sooner."""
     seeds_B, positions_B = torch.tensor([seed]), torch.zeros(1, dtype=torch.long)
     assert arrivals(torch.tensor([token]), seeds_B, positions_B, Stream.TARGET).item() > 25
@@ -295,6 +295,39 @@ def test_penalties_count_what_a_node_can_see() -> None:
     blind_BMM[:, :, 1:] = False
     found = native(logits_BMV, rules, past, draft, blind_BMM, seeds_B, seeds_B)
     assert (found.counts_B.tolist(), found.next_B.tolist()) == ([2], [3])
+
+
+@pytest.mark.parametrize("others", [-torch.inf, -30.0])
+def test_tokens_that_arrive_nearly_together_are_told_apart_as_the_definition_does(others: float) -> None:
+    batch, vocabulary, pair = 400, 600, (17, 450)
+    seeds_B, positions_B = torch.arange(batch), torch.zeros(batch, dtype=torch.long)
+    times_BN = arrivals(torch.tensor(pair), seeds_B, positions_B, Stream.TARGET)
+    for temperature in (1.0, 0.7):
+        rules = SamplingBatch.build([SamplingParams(temperature=temperature)] * batch, vocabulary, "cpu")
+        logits_BMV = torch.full((batch, 1, vocabulary), others * temperature)
+        apart_B = torch.tensor([0.0, 1e-7, -1e-7, 1e-6, -1e-6]).repeat(batch // 5)
+        logits_BMV[:, 0, pair[0]] = 0.0
+        logits_BMV[:, 0, pair[1]] = temperature * (times_BN[:, 1] / times_BN[:, 0]).log().float() + apart_B
+        given = (logits_BMV, rules, None, *nothing_drafted(batch), seeds_B, positions_B)
+        found = native(*given)
+        assert_same(found, accept_defined(*given))
+        assert set(found.next_B.tolist()) == set(pair)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_threads_that_share_a_row_draw_the_token_of_the_definition(dtype: torch.dtype, two_threads: None) -> None:
+    """One row of many tokens, the likeliest of which lies in the part of one thread or of the other."""
+    vocabulary, numbers = 66_001, torch.Generator().manual_seed(2)
+    drawn = []
+    for temperature in (0.5, 1.0, 4.0):
+        rules = SamplingBatch.build([SamplingParams(temperature=temperature)], vocabulary, "cpu")
+        for seed in range(25):
+            logits_BMV = logits_of("plain", 1, 1, vocabulary, numbers).to(dtype)
+            given = (logits_BMV, rules, None, *nothing_drafted(1), torch.tensor([seed]), torch.tensor([seed]))
+            found = native(*given)
+            assert_same(found, accept_defined(*given))
+            drawn += found.next_B.tolist()
+    assert min(drawn) < vocabulary // 2 < max(drawn)
 
 
 def test_threads_change_no_token(two_threads: None) -> None:

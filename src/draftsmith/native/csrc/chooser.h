@@ -87,7 +87,7 @@ class Chooser {
   // Whether any token has a probability.
   bool is_readable(const Rules& rules) const { return std::isfinite(highest_ / static_cast<float>(rules.temperature)); }
 
-  // Finds what the tokens weigh, and the one that arrives first, or kUndecided.
+  // The token that arrives first by the rules, or kUndecided.
   int64_t draw(const Rules& rules, const Race& race) {
     // As in verify/noise.py, where nothing has a weight.
     if (!is_readable(rules)) return vocabulary_ - 1;
@@ -133,8 +133,7 @@ class Chooser {
           first.offer(race.time(some_[i].token) / weight, some_[i].token);
       }
     } else {
-      look(race, kLate / total_, first);
-      if (first.token == kUndecided) look(race, kInfinity, first);
+      look(race, reach_of_best(race), first);
     }
     return first.is_sure(is_exact_ ? 1e-12 : kRough) ? first.token : kUndecided;
   }
@@ -167,21 +166,23 @@ class Chooser {
   // sooner than it would if it weighed as much as the heaviest one there.
   int64_t first_of_all(const Race& race) {
     find_peaks();
+    const double reach = reach_of_best(race);
     First first;
-    const double reach = race.time(best()) * first.near;  // the best one weighs one
     std::mutex alone;
     over_stretches([&](int64_t stretch, int64_t begin, int64_t end) {
       First own;
       alignas(64) float weights[kStretch];
       for (; begin < end; ++stretch, begin += kStretch) {
         const int64_t count = std::min(kStretch, end - begin);
-        const double most = weight_by_score(peaks_[stretch]);
-        if (most * std::min(reach, own.time) < kFewEarly) {
+        const double most = weight_by_score(peaks_[stretch]), early = most * std::min(reach, own.time * own.near);
+        if (early < Race::kSoonest / 2) continue;
+        if (early < kFewEarly) {
           own.look_at_few(race, begin, count, most, reach, [&](int64_t token) { return weight_by_score(x_[token]); });
           continue;
         }
+        float sum;  // which nobody asks for
         x_.by_stretches(begin, begin + count, [&](int64_t, int64_t, int64_t, const float* x) {
-          kernels().weigh(x, count, temperature_, top_, weights, sums_.data() + stretch);
+          kernels().weigh(x, count, temperature_, top_, weights, &sum);
         });
         own.look_at_stretch(race, weights, begin, count, reach);
       }
@@ -190,6 +191,9 @@ class Chooser {
     });
     return first.is_sure(kRough) ? first.token : kUndecided;
   }
+
+  // The best token weighs one, so nobody who arrives later than it does, with some room for errors, is the first.
+  double reach_of_best(const Race& race) const { return race.time(best()) * First{}.near; }
 
   double weight_by_score(float score) const { return std::exp(static_cast<double>(score / temperature_ - top_)); }
 

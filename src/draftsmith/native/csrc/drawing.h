@@ -18,6 +18,8 @@ namespace draftsmith {
 
 // What the scores of greedy rows are divided by where others share the target's noise; drafters/draws.py says so.
 constexpr float kNoNoise = 1e-4f;
+// Nobody arrives later than so many times the mean time until the first arrival, but for one race in 10^10.
+constexpr double kLate = 25;
 // Among so many first arrivals it is told how likely each is, and the logarithm for tokens that have no share at all.
 constexpr int64_t kCompared = 8;
 constexpr float kNever = -1e4f;
@@ -59,8 +61,9 @@ struct Shares {
     for (int64_t s = 0; s < stretches_of(vocabulary); ++s) all += sums[s];
     First found;
     for (const double reach : {kLate / all, static_cast<double>(kInfinity)}) {
-      if (found.token != kUndecided) break;
+      found = {};
       ids == nullptr ? found.look(race, q, int64_t{0}, vocabulary, reach) : found.look(race, q, ids, vocabulary, reach);
+      if (found.time <= reach) break;  // otherwise one who was left out may be sooner
     }
     return found.token == kUndecided ? vocabulary - 1 : found.token;
   }

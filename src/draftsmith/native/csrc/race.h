@@ -10,12 +10,11 @@
 
 namespace draftsmith {
 
-// Nobody arrives later than so many times the mean time until the first arrival, but for one race in 10^10.
-constexpr double kLate = 25;
-
 // When each token would arrive if it weighed one.
 class Race {
  public:
+  static constexpr double kSoonest = 0x1p-54;  // nobody's time is below it
+
   Race(int64_t seed, int64_t position, Stream stream)
       : first_(hash(seed, position, stream, 1)), second_(hash(seed, position, stream, 2)) {}
 
