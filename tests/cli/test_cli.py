@@ -167,6 +167,8 @@ def test_bench_prints_the_table_and_writes_cells(target: Path, drafter: Path, tm
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "prompts of 16" in result.stdout and "τ" in result.stdout
+    # A bar where there is a terminal, and elsewhere a line at first, and later ones for those who wait for long.
+    assert re.findall(r"now: .*", result.stderr)[0].startswith("now: prompt 16, batch 1, round 1 of 3, 1 of ")
     record = json.loads((tmp_path / "b.json").read_text())
     assert len(record["cells"]) == 7 and record["provenance"]["target"] == "tiny-target"
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {"latency-16.png", "acceptance.png"}

@@ -62,6 +62,7 @@ def test_counts_and_fields(server: CannedServer, tmp_path: Path, endpoint: str):
     words = ("--endpoint", endpoint, "--max-concurrency", "2", "--num-prompts", "6", "--num-warmups", "3")
     done = load(server, *words, "--save-detailed", "--result-dir", tmp_path / "common", "--json", file)
     assert done.exit_code == 0, done.output
+    assert "now: warming up, 1 of 3" in done.stderr
     result = json.loads(file.read_text())
     (level,) = result["levels"]
     assert result["complete"] and level["complete"] and level["completed"] == 6 and level["failed"] == 0

@@ -1,13 +1,11 @@
 """`draftsmith bench`: the report's tables of latency, batch × candidates × prompt length."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -43,6 +41,7 @@ from draftsmith.cli.plans import (
     read_rules,
     read_shape,
 )
+from draftsmith.cli.progress import counted
 from draftsmith.types import LOSSY, DraftsmithError
 from draftsmith.workflows.models import Loading
 
@@ -147,7 +146,7 @@ def bench(
     console, notes = Console(), Console(stderr=True)
     set_up(threads, notes)
     try:
-        with progress(notes) as report:
+        with counted(notes, "measuring") as report:
             run(
                 target, drafter, grid, prompts=data, task=task, peer=peer, compile=compile,
                 loading=Loading(dtype, device, trust_remote_code, native, quantize), console=notes,
@@ -160,24 +159,6 @@ def bench(
             show(console, cells)
             if plots is not None:
                 write_plots(plots, cells)
-
-
-@contextmanager
-def progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """Give what shows how many runs are done; the bar comes with the first of them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=console, transient=True)
-    bar = bars.add_task("measuring", total=None, start=False)
-
-    def report(label: str, done: int, every: int) -> None:
-        bars.start()
-        bars.start_task(bar)
-        bars.update(bar, description=label, advance=done, total=every)
-
-    try:
-        yield report
-    finally:
-        bars.stop()
 
 
 def show(console: Console, cells: Sequence[Mapping[str, Any]]) -> None:

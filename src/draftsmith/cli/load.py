@@ -1,17 +1,17 @@
 """`draftsmith load`: any OpenAI-compatible server under load, its latency, throughput and acceptance."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 
 from draftsmith.cli.common import OUTPUT, JsonOption, check_outputs, numbers
+from draftsmith.cli.progress import counted
 from draftsmith.evaluation.load.settings import (
     METRICS,
     PERCENTILES,
@@ -24,9 +24,6 @@ from draftsmith.evaluation.load.settings import (
     read_goodput,
 )
 from draftsmith.types import DraftsmithError
-
-if TYPE_CHECKING:
-    from draftsmith.workflows.load import Progress as Report
 
 ALL_METRICS = ",".join(METRICS)
 USUAL_PERCENTILES = ",".join(f"{value:g}" for value in PERCENTILES)
@@ -210,7 +207,7 @@ def measure(
 
     console, notes = Console(), Console(stderr=True)
     try:
-        with progress(notes) as report:
+        with counted(notes, "measuring", TimeElapsedColumn()) as report:
             measure_load(
                 settings, on_level=keep, on_progress=report,
                 on_wait=lambda told: notes.print(told, style="dim", highlight=False, markup=False),
@@ -258,23 +255,6 @@ def read_percentiles(text: str) -> tuple[float, ...]:
         raise DraftsmithError(
             f"--metric-percentiles is {text!r}; give numbers with commas, such as 50,95,99."
         ) from error
-
-
-@contextmanager
-def progress(console: Console) -> "Iterator[Report]":
-    """Give what shows how many requests of a level are done; the bar comes with the first of them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bars = Progress(*columns, console=console, transient=True)
-    bar = bars.add_task("measuring", total=None)
-
-    def report(label: str, done: int, every: int) -> None:
-        bars.start()
-        bars.update(bar, description=label, completed=done, total=every)
-
-    try:
-        yield report
-    finally:
-        bars.stop()
 
 
 def write_plots(folder: Path, levels: Sequence[dict[str, Any]], settings: LoadSettings) -> None:

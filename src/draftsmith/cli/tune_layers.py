@@ -1,13 +1,10 @@
 """`draftsmith tune-layers`: which of the target's layers to leave out, so that the rest drafts for it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from draftsmith.cli.common import (
@@ -24,10 +21,10 @@ from draftsmith.cli.common import (
     importing,
     set_up,
 )
+from draftsmith.cli.progress import counted
 from draftsmith.workflows.models import Loading
 
 if TYPE_CHECKING:
-    from draftsmith.drafters.models.layer_search import Candidate
     from draftsmith.workflows.tuning import TunedLayers, TuneResult
 
 INTERRUPTED = 130
@@ -88,35 +85,19 @@ def tune_layers(
 
     console, notes = Console(), Console(stderr=True)
     set_up(threads, notes)
-    with progress(notes, evaluations) as report:
+    with counted(notes, "searching") as report:
         result = run(
             target, out, prompts=data, task=task, guesses=guesses, whole=whole_layers, evaluations=evaluations,
             minutes=minutes, prompt_count=prompts, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
             overhead=overhead, seed=seed, loading=Loading(dtype, device, trust_remote_code, native, quantize),
-            console=notes, on_progress=report,
+            console=notes,
+            on_progress=lambda done, best: report(f"best: {best.cost:.3f} steps a token", done, evaluations),
         )
     if json_path is not None:
         write_json(json_path, result.as_json())
     show(console, result)
     if not result.complete:
         raise typer.Exit(INTERRUPTED)
-
-
-@contextmanager
-def progress(console: Console, total: int) -> Iterator[Callable[[int, "Candidate"], None]]:
-    """Show how many choices were looked at, and the best so far; the bar comes with the first."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bars = Progress(*columns, console=console, transient=True)
-    bar = bars.add_task("searching", total=total)
-
-    def report(done: int, best: "Candidate") -> None:
-        bars.start()
-        bars.update(bar, completed=done, description=f"best: {best.cost:.3f} steps a token")
-
-    try:
-        yield report
-    finally:
-        bars.stop()
 
 
 def show(console: Console, result: "TuneResult") -> None:

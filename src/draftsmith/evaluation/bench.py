@@ -10,6 +10,7 @@ temperature above 0 every setting samples with the same seeds. Shapes: B rows (b
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from draftsmith.engine import Engine
@@ -52,7 +53,7 @@ def run_grid(
     """Measure every cell.
 
     Args:
-        on_progress: gets a label, the number of runs done since the last call, and the number of all runs.
+        on_progress: gets a label, the number of runs that are done, and the number of all runs.
         on_cells: gets all cells so far, whenever a batch size and prompt length is done; after Ctrl-C once more, with
             the rounds that were complete.
         fitted: one more setting: for every batch size an engine of the same target that chooses the drafts that pay.
@@ -60,6 +61,12 @@ def run_grid(
     rng = random.Random(grid.seed)
     plans = grid.plans(default)
     cells: list[dict[str, Any]] = []
+    done, every = count(1), run_count(grid, plans, fitted is not None, peer is not None)
+
+    def report(label: str) -> None:
+        if on_progress is not None:
+            on_progress(label, next(done), every)
+
     for length in grid.prompt_tokens:
         for batch in grid.batches:
             settings: list[int | str] = list(plans)
@@ -77,7 +84,7 @@ def run_grid(
 
             try:
                 best = None if fitted is None else fitted[batch]
-                _run_rounds(engine, prompts, grid, plans, peer, best, runs, shape, rng, on_progress)
+                _run_rounds(engine, prompts, grid, plans, peer, best, runs, shape, rng, report)
             except KeyboardInterrupt:
                 whole = min(map(len, runs.values()))
                 if whole and on_cells is not None:
@@ -95,7 +102,7 @@ def run_grid(
 def _run_rounds(
     engine: Engine, prompts: Sequence[Prompt], grid: Grid, plans: dict[int, Plan], peer: Peer | None,
     fitted: Engine | None, runs: dict[int | str, list[TimedCall]], shape: dict[str, int], rng: random.Random,
-    on_progress: Callable[[str, int, int], None] | None,
+    report: Callable[[str], None],
 ) -> None:
     """Fill `runs` round by round, every setting once a round in random order."""
     rounds, batch, length = grid.warmups + grid.trials, shape["batch"], shape["prompt_tokens"]
@@ -113,9 +120,7 @@ def _run_rounds(
             run = run_peer(peer, chosen, grid.new_tokens)
         if timed:
             runs[setting].append(run)
-        if on_progress is not None:
-            every = run_count(grid, plans, fitted is not None, peer is not None)
-            on_progress(f"prompt {length}, batch {batch}, round {index + 1} of {rounds}", 1, every)
+        report(f"prompt {length}, batch {batch}, round {index + 1} of {rounds}")
 
 
 def run_count(grid: Grid, plans: Collection[int], fitted: bool, peer: bool) -> int:

@@ -113,7 +113,7 @@ def bench(
         compile: how much of the step PyTorch compiles.
         loading: how models given by name are loaded.
         console: where loading and compiling are reported; nowhere by default.
-        on_progress: receives a label, the number of runs done since the last call, and the total number of runs.
+        on_progress: receives a label, the number of runs that are done, and the total number of runs.
         on_cells: receives the result so far whenever some cells are done, so that an interrupted run keeps them.
         remeasure: measure anew which drafts pay on this machine, whatever an earlier run has kept.
 
