@@ -100,6 +100,7 @@ def test_a_folder_and_a_parquet_file_give_prompts(tmp_path: Path):
         ("p.txt", b"  \n", r"p\.txt holds no text; give one with at least one prompt"),
         ("p.txt", b"one\ncaf\xe9", r"p\.txt, line 2, is not UTF-8 text \(byte 0xe9\); convert the file, .* -f LATIN1"),
         ("p.txt", "one".encode("utf-16"), r"p\.txt is UTF-16 instead of UTF-8; convert it, .* iconv -f UTF-16"),
+        ("p.jsonl", b'{"text": "a \\ud83d"}\n', r"p\.jsonl, line 1, has half a character \('\\ud83d'\) in its text"),
         ("p.jsonl", b'{"text": 5}\n', r"p\.jsonl, line 1, has neither a string field `text`"),
         ("p.json", b'{"name": "one"}', r"p\.json holds an object with the fields name, not records; give a list of"),
         ("p.bin", b"a\0b", r"p\.bin is no text; give text in UTF-8, \.jsonl"),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith import assets
 from draftsmith.files import replace_text
-from draftsmith.targets.records import Completion, read_record
+from draftsmith.targets.records import Completion, HalfCharacter, read_record
 from draftsmith.targets.token_ids import ASSISTANT, Conversation, opening_ids, prompt_ids, text_ids
 from draftsmith.text_files import ENCODING, check_width, not_utf8, read_text
 from draftsmith.types import DraftsmithError
@@ -77,6 +77,8 @@ def prompts_of(records: Iterable[tuple[Mapping[str, Any], str]], path: Path, tas
     for record, where in records:
         try:
             found.append(_prompt(record, where))
+        except HalfCharacter:
+            raise
         except (ValueError, AttributeError, IndexError, DraftsmithError) as error:
             raise DraftsmithError(
                 f"{where} has neither a string field `text` or `prompt` nor `messages` that begin with a user's; fix "
@@ -107,6 +109,8 @@ def read_jsonl(path: Path) -> list[Prompt]:
                 continue
             try:
                 prompts.append(_prompt(json.loads(line), f"line {number} of {path}"))
+            except HalfCharacter:
+                raise
             except (ValueError, AttributeError, IndexError, DraftsmithError) as error:
                 raise DraftsmithError(
                     f"line {number} of {path} is not a JSON object with a string field `text` or `prompt`, or with "
