@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,33 @@ def test_a_third_signal_ends_a_server_at_once_whose_step_hangs():
                 assert server.wait(10) == 128 + signal.SIGTERM
         finally:
             server.kill()
+
+
+IDLE = """
+from draftsmith.serving.run import listen, run
+from tests.serving.toy import make_service
+
+bound = listen("127.0.0.1", 0)
+run(make_service(), bound, lambda: print("ready", flush=True))
+"""
+
+
+def test_a_second_signal_while_an_idle_server_ends_changes_nothing():
+    with subprocess.Popen(
+        [sys.executable, "-c", IDLE], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True,
+    ) as server:
+        assert server.stdout is not None
+        try:
+            assert server.stdout.readline() == "ready\n"
+            server.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+            server.send_signal(signal.SIGTERM)
+            _, complained = server.communicate(timeout=20)
+        finally:
+            server.kill()
+    # The signal ends a process by itself that has served to the end and is only being taken down.
+    assert server.returncode in (0, -signal.SIGTERM) and "Traceback" not in complained, complained
 
 
 def test_the_command_serves_and_ends_in_good_order(tmp_path: Path):

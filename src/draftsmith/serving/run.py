@@ -57,7 +57,8 @@ class Server(uvicorn.Server):
             # container this one would not see the signal's usual effect, so it takes the status that follows from it.
             os._exit(128 + sig)
         if self._loop is None or self.should_exit:
-            self.should_exit = self.force_exit = True
+            # Not by force, which would break the application off instead of ending it; its end is near in any case.
+            self.should_exit = True
             return
         self._loop.call_soon_threadsafe(self.drain if self._signals == 1 else self._hurried.set)
 
