@@ -22,7 +22,8 @@ DEFINED = {
     },
 }
 NUMBERS = [
-    "a~1b", "c~0d", "~01", "e%25f", "e%f", "two words", "two%20words", "%C3%A9", "é", "plain", "either/anyOf/0", "c~d",
+    "a~1b", "a%7E1b", "c~0d", "c%7e0d", "~01", "e%25f", "two words", "two%20words", "%C3%A9", "%c3%a9", "é", "plain",
+    "either/anyOf/0", "either%2FanyOf%2f0",
 ]
 
 
@@ -70,6 +71,22 @@ def test_what_leads_to_no_schema_is_refused(reference: str):
         check_schema(json.dumps(with_property(
             reference, y={"const": {"type": "string", "uniqueItems": 1}}, z={"enum": [True, 1]}
         )))
+
+
+@pytest.mark.parametrize("name", ["c~d", "~", "c~", "~2", "~~0", "c%7Ed"])
+def test_a_tilde_that_escapes_nothing_is_refused(name: str):
+    """RFC 6901 knows ~0 and ~1 only; with the name as it is, a misspelt reference would lead somewhere else."""
+    told = f"the JSON schema, x refers to '#/$defs/{name}' with a '~' that is neither ~0 nor ~1; write '~' as ~0"
+    with pytest.raises(DraftsmithError, match=re.escape(told)):
+        check_schema(json.dumps({**with_property(f"#/$defs/{name}"), "$defs": {**DEFINED, name: NUMBER}}))
+
+
+@pytest.mark.parametrize("name", ["e%f", "%", "e%2", "%zz", "%FF", "%C3", "%ED%A0%80"])
+def test_a_percent_sign_that_stands_for_no_character_is_refused(name: str):
+    told = f"the JSON schema, x refers to '#/$defs/{name}' with a '%' that stands for no character in UTF-8; write '%'"
+    with pytest.raises(DraftsmithError, match=re.escape(told)):
+        defined = {**DEFINED, name: NUMBER, "\ufffd": WORD}
+        check_schema(json.dumps({**with_property(f"#/$defs/{name}"), "$defs": defined}))
 
 
 def test_a_reference_may_lead_to_what_a_pattern_of_names_describes():

@@ -1,6 +1,7 @@
 """References of a JSON schema: JSON pointers (RFC 6901), made into the plain names that the compiler reads."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -16,6 +17,8 @@ NAMED = ("$defs", "definitions", "properties", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "unevaluatedItems", "propertyNames", "additionalProperties", "unevaluatedProperties")
 _SPECIAL = frozenset("/~%")
+_NO_BYTE = re.compile("%(?![0-9A-Fa-f]{2})")
+_NO_ESCAPE = re.compile("~(?![01])")
 
 
 class Place(NamedTuple):
@@ -54,7 +57,7 @@ def make_plain(root: Any, name: str) -> None:
         name: what the schema is called in messages.
 
     Raises:
-        DraftsmithError: a reference leads to no schema.
+        DraftsmithError: a reference leads to no schema, or is no JSON pointer.
     """
     # All are looked up before anything moves, because some lead through what is moved.
     referring = list(_referring(root, name))
@@ -62,7 +65,7 @@ def make_plain(root: Any, name: str) -> None:
     for told, schema in referring:
         reference = schema["$ref"]
         if reference not in found:
-            keys = _keys_of(reference)
+            keys = _keys_of(reference, told)
             found[reference] = keys, *_located(root, keys, told, reference)
     plain, moved = dict[str, str](), dict[tuple[int, str | int], str]()
     number = 0
@@ -93,9 +96,23 @@ def found_at(root: Any, reference: str) -> Any:
     return found
 
 
-def _keys_of(reference: str) -> list[str]:
+def _keys_of(reference: str, told: str) -> list[str]:
     """Return the names and numbers of a reference such as `#/$defs/a~1b`, from the root on: `$defs` and `a/b`."""
-    return [key.replace("~1", "/").replace("~0", "~") for key in unquote(reference).split("/")[1:]]
+    try:
+        pointer = None if _NO_BYTE.search(reference) else unquote(reference, errors="strict")
+    except UnicodeDecodeError:
+        pointer = None
+    if pointer is None:
+        raise DraftsmithError(
+            f"{told} refers to {reference[:MOST_NAME]!r} with a '%' that stands for no character in UTF-8; write '%' "
+            "as %25."
+        )
+    if _NO_ESCAPE.search(pointer):
+        raise DraftsmithError(
+            f"{told} refers to {reference[:MOST_NAME]!r} with a '~' that is neither ~0 nor ~1; write '~' as ~0 and '/' "
+            "in a name as ~1."
+        )
+    return [key.replace("~1", "/").replace("~0", "~") for key in pointer.split("/")[1:]]
 
 
 def _number(key: str) -> float:

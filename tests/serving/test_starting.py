@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -82,16 +84,14 @@ def test_two_servers_at_one_place_are_refused_before_anything_is_loaded():
 ])
 def test_a_signal_ends_the_command_while_it_loads(sent: signal.Signals, codes: set[int], tmp_path: Path):
     """With an empty cache it measures its drafts for much longer than this test takes."""
-    with listen("127.0.0.1", 0) as place:
-        url, port = url_of(place), place.getsockname()[1]
-    words = [sys.executable, "-m", "draftsmith", "serve", "--port", str(port), "--threads", "1"]
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {CACHE: str(tmp_path)},
+    with reserved() as port, subprocess.Popen(
+        [sys.executable, "-m", "draftsmith", "serve", "--port", str(port), "--threads", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {CACHE: str(tmp_path)},
         # A shell without job control starts background jobs, and so this suite, with the signal ignored.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as server:
         try:
-            until(lambda: answered(url) == 503, 60)
+            until(lambda: server.poll() is not None or answered(port) == 503, 60)
             server.send_signal(sent)
             said, complained = server.communicate(timeout=20)
         finally:
@@ -100,9 +100,43 @@ def test_a_signal_ends_the_command_while_it_loads(sent: signal.Signals, codes: s
     assert "Traceback" not in complained
 
 
-def answered(url: str) -> int:
-    """Return the status of `/health`; 0 while nobody listens."""
+def test_a_port_is_kept_for_the_command_that_is_told_it():
+    with reserved() as port:
+        assert answered(port) == 0
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+        with listen("127.0.0.1", port) as bound, answering(bound, Settings()):
+            assert answered(port) == 503
+
+
+@pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 503"])
+def test_a_server_that_goes_before_it_has_answered_counts_as_none(begun: bytes):
+    with listen("127.0.0.1", 0) as bound:
+        asking = threading.Thread(target=lambda: found.append(answered(bound.getsockname()[1])))
+        found: list[int] = []
+        asking.start()
+        with bound.accept()[0] as client:
+            client.recv(1000)
+            client.sendall(begun)
+        asking.join(20)
+    assert found == [0]
+
+
+@contextmanager
+def reserved() -> Iterator[int]:
+    """Give a free port of this machine that nobody gets who asks for any port, but who names it can listen at.
+
+    A port that is only found free may be somebody else's seconds later, when the command has come so far as to listen.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def answered(port: int) -> int:
+    """Return the status of `/health`; 0 while nobody answers, as where a process that loads is too busy to."""
     try:
-        return httpx.get(f"{url}/health").status_code
-    except httpx.ConnectError:
+        return httpx.get(f"http://127.0.0.1:{port}/health").status_code
+    except httpx.TransportError:
         return 0
