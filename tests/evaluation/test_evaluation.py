@@ -331,13 +331,9 @@ def test_a_command_is_told_as_a_shell_reads_it(monkeypatch: pytest.MonkeyPatch):
     assert shlex.split(command_line()) == ["draftsmith", "train", "--data", "my texts.jsonl", "stage1.steps=2", "a;b"]
 
 
-def stopped(after: int) -> Callable[[str, int], None]:
+def stopped(after: int) -> Callable[[str, int, int], None]:
     """Interrupt as Ctrl-C does, once so many runs are done."""
-    done = 0
-
-    def note(_: str, more: int, every: int) -> None:
-        nonlocal done
-        done += more
+    def note(_: str, done: int, every: int) -> None:
         if done == after:
             raise KeyboardInterrupt
 
